@@ -1,0 +1,122 @@
+"""The two configurations: ``ModelConfig`` says what a model is, ``EngineConfig`` how to run it.
+
+``ModelConfig`` is built from a Hugging Face ``config.json`` by the family files under ``models/``; it is frozen and
+hashable, so it can be a static argument of a compiled function. ``EngineConfig`` is the one typed configuration of the
+engine; the command line is derived from its fields and their ``help``. No environment variable is read.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.rope import RopeConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the field."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What distinguishes one decoder layer from the next. Layers with equal specs share one compiled program."""
+
+    rope: RopeConfig
+    window: int | None = None
+    """Tokens a query sees, itself included; None sees all."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with grouped-query attention and a gated MLP. Letters as in docs/shapes.md."""
+
+    model_type: str
+    vocab_size: int  # V
+    hidden_size: int  # E
+    intermediate_size: int  # F
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    layers: tuple[LayerSpec, ...]  # L of them
+    norm_eps: float
+    max_position: int
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str | None = None
+    """The dtype the checkpoint says it was saved in."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to run a model. Every field is an option of ``jaxserve serve`` and a keyword of ``jaxserve.LLM``."""
+
+    model: str = _option("smollm2-135m", "A Hugging Face folder, a .gguf file, a converted folder, or smollm2-135m.")
+    served_name: str | None = _option(None, "The name clients call the model by; the model argument by default.")
+    dtype: str = _option("auto", "Weights and KV cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    tensor_parallel: int = _option(1, "Devices to shard the weights and the KV heads over.")
+    max_model_len: int | None = _option(None, "Longest sequence, prompt and output; the model's own limit by default.")
+    max_num_seqs: int | None = _option(None, "Most sequences running at once; 64 on a CPU, 256 on a GPU by default.")
+    max_num_batched_tokens: int | None = _option(
+        None, "Most prompt tokens computed in a step; 512 on a CPU, 8192 on a GPU by default."
+    )
+    max_queued_requests: int = _option(4096, "Most sequences that may wait; further requests are refused (503).")
+    page_size: int = _option(32, "Tokens a KV page holds.")
+    kv_cache_memory_bytes: int | None = _option(None, "Bytes a device gives to the KV cache; measured by default.")
+    device_memory_utilization: float | None = _option(
+        None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 of what is free on a CPU by default."
+    )
+    overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
+    layers_per_program: int | None = _option(
+        None, "Layers compiled into one program; 1 on a CPU, all on a GPU by default (0 means all)."
+    )
+    cache_dir: str | None = _option(None, "Where compiled programs are kept; ~/.cache/jaxserve by default.")
+    load_progress: bool = _option(True, "Show progress while weights load and programs compile.")
+    forbid_compile: bool = _option(False, "After ready, make any compilation an error (tests); otherwise it is logged.")
+    seed: int | None = _option(None, "Seed of the seeds that unseeded requests draw; fresh by default.")
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("tensor_parallel", 1),
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_queued_requests", 1),
+            ("page_size", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("layers_per_program", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and type(self).__dataclass_fields__[name].default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.device_memory_utilization is not None and not 0 < self.device_memory_utilization <= 1:
+            raise ConfigError(f"device_memory_utilization must be in (0, 1], got {self.device_memory_utilization!r}")
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":
+        """Build from keywords, naming one that does not exist."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}; known: {', '.join(sorted(known))}")
+        return cls(model=str(model), **options)
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir) if self.cache_dir else Path.home() / ".cache" / "jaxserve"
