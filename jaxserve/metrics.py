@@ -1,0 +1,234 @@
+"""The engine's numbers for Prometheus: plain counts while the engine runs, turned into metric families when scraped.
+
+The names follow the vLLM project's (``vllm:num_requests_running`` is ``jaxserve:num_requests_running`` here), so that
+dashboards carry over. The engine thread calls these methods at every step, so an observation is a bisect and two
+additions under one lock, and nothing in here can raise into the caller: a failure is logged once and counted in
+``metrics_errors_total``.
+"""
+
+import functools
+import logging
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+log = logging.getLogger(__name__)
+
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+LENGTHS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+STEP_TOKENS = tuple(float(2**e) for e in (0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
+TIMES = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
+
+
+class _Histogram:
+    """Counts per bucket (the last one is +Inf), and the sum of everything observed."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]):
+        self.name, self.text, self.bounds = name, text, bounds
+        self.labels = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+        self.counts = [0] * len(self.labels)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``value`` (a bound belongs to its bucket). Negative values, from a clock gone wrong, count as 0."""
+        value = max(0.0, value)
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(self, prefix: str, model: str) -> Metric:
+        family = HistogramMetricFamily(prefix + self.name, self.text, labels=("model_name",))
+        running, buckets = 0, []
+        for label, count in zip(self.labels, self.counts, strict=True):
+            running += count
+            buckets.append((label, float(running)))
+        family.add_metric((model,), buckets, self.total)
+        return family
+
+
+class _Counter:
+    """A number that only grows, one for each value of ``label`` where it has a label."""
+
+    def __init__(self, name: str, text: str, label: str | None = None, known: Sequence[str] = ()):
+        self.name, self.text, self.label = name, text, label
+        self.values: dict[str, float] = dict.fromkeys(known if label else [""], 0.0)
+
+    def add(self, amount: float, label: str = "") -> None:
+        if amount > 0:
+            self.values[label] = self.values.get(label, 0.0) + amount
+
+    def family(self, prefix: str, model: str) -> Metric:
+        labels = ("model_name", self.label) if self.label else ("model_name",)
+        family = CounterMetricFamily(prefix + self.name, self.text, labels=labels)
+        for label, value in self.values.items():
+            family.add_metric((model, label) if self.label else (model,), value)
+        return family
+
+
+class _Gauge:
+    def __init__(self, name: str, text: str):
+        self.name, self.text, self.value = name, text, 0.0
+
+    def family(self, prefix: str, model: str) -> Metric:
+        family = GaugeMetricFamily(prefix + self.name, self.text, labels=("model_name",))
+        family.add_metric((model,), self.value)
+        return family
+
+
+def _guarded[**P](method: Callable[P, None]) -> Callable[P, None]:
+    """Hold the lock, and let no error out."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        self: EngineMetrics = args[0]  # type: ignore[assignment]
+        try:
+            with self._lock:
+                method(*args, **kwargs)
+        except Exception:
+            self._errors.values[""] += 1
+            if self._errors.values[""] == 1:
+                log.exception("metrics: %s failed; further failures are only counted", method.__name__)
+
+    return call
+
+
+class EngineMetrics(Collector):
+    """All metrics of one engine, in a registry of their own.
+
+    ``registry`` (a new one where None) is what ``/metrics`` prints. ``model_name`` labels every sample. ``prefix`` stands
+    before every name. Every method may be called from any thread and never raises.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str = "", prefix: str = "jaxserve:"):
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._model_name, self._prefix, self._lock = model_name, prefix, threading.Lock()
+        counter, gauge, histogram = _Counter, _Gauge, _Histogram
+
+        self._running = gauge("num_requests_running", "Sequences that hold a slot.")
+        self._waiting = gauge("num_requests_waiting", "Requests in the waiting queue.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.")
+
+        self._preemptions = counter("num_preemptions", "Times a running sequence lost its slot and pages.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self._steps = counter("engine_steps", "Steps the engine has run.")
+        reasons = ("stop", "length", "abort", "error")
+        self._success = counter("request_success", "Finished requests.", "finished_reason", reasons)
+        self._rejections = counter("admission_rejections", "Requests refused at the door.", "reason", ("queue_full",))
+        self._compilations = counter(
+            "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
+        )
+        self._errors = counter("metrics_errors", "Calls into the metrics that failed.")
+
+        self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_SECONDS)
+        self._interval = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_SECONDS
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, per request.",
+            TOKEN_SECONDS,
+        )
+        self._latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "Time in the waiting queue.", REQUEST_SECONDS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a finished request.", LENGTHS)
+        self._request_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a finished request.", LENGTHS
+        )
+        self._request_preemptions = histogram(
+            "request_num_preemptions", "Times a finished request was preempted.", TIMES
+        )
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens in one engine step.", STEP_TOKENS)
+
+        self._all = [item for item in vars(self).values() if isinstance(item, counter | gauge | histogram)]
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, as the registry asks for them."""
+        with self._lock:
+            families = [item.family(self._prefix, self._model_name) for item in self._all]
+        yield from families
+
+    @_guarded
+    def step(self, tokens: int, running: int, waiting: int, page_usage: float) -> None:
+        """One engine step of ``tokens`` tokens (0 where only the gauges changed); ``page_usage`` is in [0, 1]."""
+        self._running.value, self._waiting.value, self._usage.value = running, waiting, page_usage
+        if tokens > 0:
+            self._steps.add(1)
+            self._step_tokens.observe(tokens)
+
+    @_guarded
+    def admitted(self, queue_seconds: float, prompt_tokens: int = 0) -> None:
+        """A request left the waiting queue for the first time (not when it resumes after preemption)."""
+        self._queue.observe(queue_seconds)
+        self._prompt_tokens.add(prompt_tokens)
+
+    @_guarded
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came ``seconds`` after its arrival. The token itself is counted by ``tokens``."""
+        self._first_token.observe(seconds)
+
+    @_guarded
+    def tokens(self, n: int, interval_seconds: float | None = None) -> None:
+        """``n`` tokens were generated, each ``interval_seconds`` after the one before it in its sequence.
+
+        One call may speak for many sequences that got a token in the same step. None stands for first tokens, which
+        have no interval.
+        """
+        self._generation_tokens.add(n)
+        if interval_seconds is not None and n > 0:
+            self._interval.observe(interval_seconds, n)
+
+    @_guarded
+    def finished(
+        self,
+        reason: str,
+        prompt_tokens: int,
+        generated_tokens: int,
+        seconds: float,
+        *,
+        first_token_seconds: float | None = None,
+        preemptions: int = 0,
+    ) -> None:
+        """A request ended, ``seconds`` after its arrival. ``first_token_seconds`` gives the time per later token."""
+        self._success.add(1, reason)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_tokens.observe(generated_tokens)
+        self._latency.observe(seconds)
+        self._request_preemptions.observe(preemptions)
+        if first_token_seconds is not None and generated_tokens > 1:
+            self._per_token.observe((seconds - first_token_seconds) / (generated_tokens - 1))
+
+    @_guarded
+    def preempted(self, n: int = 1) -> None:
+        """``n`` running sequences were preempted."""
+        self._preemptions.add(n)
+
+    @_guarded
+    def rejected(self, reason: str = "queue_full") -> None:
+        """A request was refused before it was queued."""
+        self._rejections.add(1, reason)
+
+    @_guarded
+    def compiled_after_ready(self, n: int = 1) -> None:
+        """``n`` executables were traced or compiled after the engine said it was ready."""
+        self._compilations.add(n)
