@@ -1,0 +1,73 @@
+"""The truth of paged attention, in jnp: an online softmax over chunks of pages (Flash Attention, arXiv 2205.14135).
+
+The loop runs to the longest context among the rows, so a batch of short sequences costs little however wide the page
+table is. Pages are head-major ``[P, K, G, D]``: on a CPU they gather up to 2.5 times faster than ``[P, G, K, D]``.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e30
+"""A score no query sees; finite, so that a row that sees nothing stays finite too."""
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int = 64,
+) -> jax.Array:
+    """Each of N rows is a block of Q consecutive queries of one sequence, attending to all its keys so far.
+
+    q: ``[N, Q, K, g, D]``, g query heads a KV head. k_pages, v_pages: ``[P, K, G, D]``.
+    tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
+    first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
+    included. chunk: tokens of context a loop step looks at.
+    Returns float32 ``[N, Q, K, g, D]``.
+    """
+    rows, queries, kv_heads, group, dim = q.shape
+    page_size = k_pages.shape[2]
+    pages = max(1, min(chunk // page_size, tables.shape[1]))
+    span = pages * page_size
+    if tables.shape[1] % pages:
+        tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
+    flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(k_pages.dtype)
+    lone = group * queries == 1 and k_pages.dtype != jnp.float32
+    if lone:  # one-row 16-bit dots miss XLA's fast path on a CPU
+        flat = jnp.concatenate([flat, flat], axis=2)
+    position = starts[:, None] + jnp.tile(jnp.arange(queries), group * (2 if lone else 1))  # [N, g*Q]
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak, total, out = carry
+        here = lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1)
+        k = k_pages[here].swapaxes(1, 2).reshape(rows, kv_heads, span, dim)
+        v = v_pages[here].swapaxes(1, 2).reshape(rows, kv_heads, span, dim)
+        scores = jnp.einsum("nkqd,nkcd->nkqc", flat, k, preferred_element_type=jnp.float32) * scale
+        key_position = i * span + jnp.arange(span)
+        seen = key_position <= position[..., None]
+        if window is not None:
+            seen &= key_position > position[..., None] - window
+        scores = jnp.where(seen[:, None], scores, MASKED)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        weights = jnp.exp(scores - new_peak[..., None])
+        decay = jnp.exp(peak - new_peak)
+        total = total * decay + weights.sum(-1)
+        mixed = jnp.einsum("nkqc,nkcd->nkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_peak, total, out * decay[..., None] + mixed
+
+    shape = flat.shape[:3]
+    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, dim)))
+    first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
+    last = (jnp.max(starts + counts) + span - 1) // span
+    _, total, out = lax.fori_loop(first, last, step, carry)
+    out = out / total[..., None]
+    if lone:
+        out = out[:, :, :1]
+    return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
