@@ -1,0 +1,134 @@
+"""From a parsed request to the engine and back: tokenize, submit, follow, and abort what was abandoned."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+from jaxserve.request import CompletionOutput, Delta, RequestOutput, SamplingParams
+from serve.errors import ApiError, unavailable
+from serve.protocol import Body, load_json, validate
+from serve.state import Channel, State
+
+
+@dataclass(frozen=True)
+class PromptInput:
+    """A prompt ready for the engine, and its text where it came as text."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+async def read_json(request: web.Request, state: State) -> dict[str, Any]:
+    """The body as a JSON object. Raises 413 before reading where the length says it is too large."""
+    if request.content_length is not None and request.content_length > state.options.max_body_bytes:
+        raise ApiError(413, f"the request body exceeds {state.options.max_body_bytes} bytes", code="request_too_large")
+    raw = await request.read()
+    return await state.offload(len(raw) // 16, lambda: load_json(raw))
+
+
+async def parse[B: Body](value: dict[str, Any], kind: type[B], state: State) -> B:
+    """``value`` as a ``kind``, and its model name checked. Raises ApiError."""
+    body = validate(kind, value, ignore_unknown=state.options.ignore_unknown_fields)
+    state.check_model(getattr(body, "model", None))
+    return body
+
+
+async def encode_prompts(
+    prompt: str | list[str] | list[int] | list[list[int]], state: State, *, add_special_tokens: bool
+) -> list[PromptInput]:
+    """Each prompt as token ids. Raises a 400 for one that comes to no token at all."""
+    first = prompt if isinstance(prompt, str) else prompt[0]
+    if isinstance(first, int):
+        return [PromptInput(prompt)]  # type: ignore[arg-type]
+    if isinstance(first, list):
+        return [PromptInput(ids) for ids in prompt]  # type: ignore[arg-type]
+    texts: list[str] = [prompt] if isinstance(prompt, str) else prompt  # type: ignore[assignment]
+    tokenizer = state.tokenizer
+
+    def encode() -> list[PromptInput]:
+        return [PromptInput(tokenizer.encode(text, add_special_tokens=add_special_tokens), text) for text in texts]
+
+    inputs = await state.offload(sum(map(len, texts)), encode)
+    if not all(item.ids for item in inputs):
+        raise ApiError(400, "the prompt is empty: it comes to no token", param="prompt", code="empty_prompt")
+    return inputs
+
+
+class Generation:
+    """The engine requests behind one HTTP request, one for each prompt.
+
+    As a context manager it submits on entry (all or none) and aborts whatever is unfinished on exit, so that a client
+    that went away costs nothing more. Iterating yields lists of (prompt index, delta) until all are done.
+    """
+
+    def __init__(self, state: State, prompts: Sequence[PromptInput], params: SamplingParams, priority: int):
+        self._state, self._prompts, self._params, self._priority = state, prompts, params, priority
+        self._channel = Channel()
+        self._open: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        state = self._state
+        state.channels.add(self._channel)
+        try:
+            for index, prompt in enumerate(self._prompts):
+                self._open[index] = state.llm.submit(
+                    prompt.ids, self._params, on_delta=state.poster(self._channel, index), priority=self._priority
+                )
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._state.channels.discard(self._channel)
+        for request_id in self._open.values():
+            self._state.llm.abort(request_id)
+        self._open.clear()
+
+    async def __aiter__(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
+        while self._open:
+            items = await self._channel.get()
+            for number, (index, delta) in enumerate(items):
+                if (error := _failure(delta)) is not None:
+                    yield items[:number]
+                    raise error
+                if delta.request_done:
+                    self._open.pop(index, None)
+            yield items
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Everything, once all is done."""
+        found = [
+            RequestOutput("", prompt.text, prompt.ids, [CompletionOutput(i) for i in range(self._params.n)])
+            for prompt in self._prompts
+        ]
+        async for items in self:
+            for index, delta in items:
+                found[index].add(delta)
+        return found
+
+
+def _failure(delta: Delta) -> ApiError | None:
+    if delta.error is not None or delta.finish_reason == "error":
+        return ApiError(500, delta.error or "the engine failed on this request", code="engine_error")
+    if delta.finish_reason == "abort":
+        return unavailable("the request was aborted by the server", code="aborted")
+    return None
+
+
+def prompt_usage(prompts: Sequence[PromptInput], completion_tokens: int) -> dict[str, int]:
+    """The ``usage`` object. A prompt counts once, however many completions it has."""
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

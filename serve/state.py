@@ -1,0 +1,179 @@
+"""What all handlers share: the engine, the options, the way deltas cross from the engine's thread to the event loop."""
+
+import asyncio
+import hashlib
+import importlib.metadata
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from jaxserve.request import Delta
+from serve.errors import ApiError, unavailable
+from serve.options import ServerOptions
+
+TOKENIZER_THREADS = 2
+INLINE_CHARACTERS = 4096
+"""Texts up to this length are tokenized (or parsed) on the event loop: a hop to a thread would cost more."""
+WATCH_SECONDS = 0.5
+"""How often the engine is asked whether it still lives."""
+
+
+class Channel:
+    """The deltas of one HTTP request, waiting on the event loop for its handler. Never blocks the engine."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, Delta]] = []
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def deliver(self, prompt: int, delta: Delta) -> None:
+        self._items.append((prompt, delta))
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End the request: ``get`` raises ``error`` once it has handed out what came before."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> list[tuple[int, Delta]]:
+        """All (prompt index, delta) that arrived since the last call; waits for the first. Raises ApiError."""
+        if not self._items and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._items and self._error is not None:
+            raise self._error
+        items, self._items = self._items, []
+        return items
+
+
+class Mailbox:
+    """Carries deltas from the engine's thread to the event loop, waking the loop once for all that came in a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._box: deque[tuple[Channel, int, Delta]] = deque()
+        self._scheduled = False
+
+    def post(self, channel: Channel, prompt: int, delta: Delta) -> None:
+        """Called on any thread; quick, and raises nothing (a closed loop has no more readers)."""
+        self._box.append((channel, prompt, delta))
+        if not self._scheduled:
+            self._scheduled = True
+            try:
+                self._loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:
+                self._box.clear()
+
+    def _empty(self) -> None:
+        self._scheduled = False  # before emptying: a later post then schedules anew, at worst once too often
+        while self._box:
+            channel, prompt, delta = self._box.popleft()
+            channel.deliver(prompt, delta)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+class State:
+    """One server over one engine. Lives on the event loop of its application."""
+
+    def __init__(self, llm: Any, options: ServerOptions):
+        self.llm, self.options = llm, options
+        self.model_name: str = llm.config.served_name or llm.config.model
+        self.version = _version()
+        self.created = int(time.time())
+        self.draining = False
+        self.engine_died = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.channels: set[Channel] = set()
+        self.key_digests = [hashlib.sha256(key.encode()).digest() for key in options.api_key]
+        self._active = 0
+        self._mailbox: Mailbox | None = None
+        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "jaxserve-tokenize")
+        self._token_texts: dict[int, tuple[str, bytes]] = {}
+
+    async def lifespan(self, app: web.Application) -> Any:
+        """For ``Application.cleanup_ctx``."""
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        watch = asyncio.create_task(self._watch())
+        yield
+        watch.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch(self) -> None:
+        while self.llm.health().alive:
+            await asyncio.sleep(WATCH_SECONDS)
+        self.engine_died.set()
+        self.fail_all(ApiError(500, "the engine has stopped", code="engine_dead"))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every running request with ``error``."""
+        for channel in tuple(self.channels):
+            channel.fail(error)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Around every request that costs something: refused while draining, waited for at shutdown."""
+        if self.draining:
+            raise unavailable("the server is shutting down", code="shutting_down")
+        self._active += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if self._active == 0:
+                self.idle.set()
+
+    def poster(self, channel: Channel, prompt: int) -> Callable[[Delta], None]:
+        """The callback that the engine gets."""
+        assert self._mailbox is not None, "the application has not started"
+        return partial(self._mailbox.post, channel, prompt)
+
+    async def offload[T](self, size: int, function: Callable[[], T]) -> T:
+        """Run ``function`` here where its input is small, else in the pool, so that the event loop stays free."""
+        if size <= INLINE_CHARACTERS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for a model that is not served here; None means whatever is served."""
+        if name is not None and name != self.model_name:
+            message = f"the model {name[:200]!r} does not exist; this server serves {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Raises a 400 where the model came without one."""
+        if self.llm.tokenizer is None:
+            raise ApiError(400, "this model came without a tokenizer: send and expect token ids", code="no_tokenizer")
+        return self.llm.tokenizer
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of one token, remembered."""
+        if token not in self._token_texts:
+            if self.llm.tokenizer is None:
+                return f"token_id:{token}", b""
+            self._token_texts[token] = (self.llm.tokenizer.token_str(token), self.llm.tokenizer.token_bytes(token))
+        return self._token_texts[token]
+
+
+STATE = web.AppKey("state", State)
