@@ -74,7 +74,7 @@ class _Answer:
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The answer in one piece."""
         made = sum(len(one.token_ids) for one in output.outputs)
-        answer = self._common | {
+        answer: dict[str, Any] = self._common | {
             "choices": [self._choice(one) for one in output.outputs],
             "usage": prompt_usage(self._prompts, made),
         }
