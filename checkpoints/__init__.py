@@ -1,0 +1,20 @@
+"""Weights on disk: Hugging Face folders, GGUF files and converted (orbax) trees, read by name and by row.
+
+A leaf of the house: nothing here imports jaxserve.
+"""
+
+from .checkpoint import Checkpoint, CheckpointError, TensorInfo
+from .orbax import load_tree, read_meta, save_tree
+from .resolve import EMBEDDED_MODEL, open_checkpoint, resolve_model
+
+__all__ = [
+    "EMBEDDED_MODEL",
+    "Checkpoint",
+    "CheckpointError",
+    "TensorInfo",
+    "load_tree",
+    "open_checkpoint",
+    "read_meta",
+    "resolve_model",
+    "save_tree",
+]
