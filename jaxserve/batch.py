@@ -1,0 +1,244 @@
+"""StepPlan -> StepBatch: the host arrays of one step, gathered from persistent per-slot buffers. Imports no jax."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxserve.buckets import Buckets, StepBucket
+from jaxserve.request import MAX_LOGIT_BIAS
+from jaxserve.sequence import Chunk, Sequence, StepPlan
+
+Mode = Literal["greedy", "random", "shaped"]
+"""The sampler's program: argmax; temperature and truncation; penalties and bans before that."""
+
+CHOICE_FIELDS = (
+    ("slot", np.int32),
+    ("position", np.int32),
+    ("seed_low", np.uint32),
+    ("seed_high", np.uint32),
+    ("temperature", np.float32),
+    ("top_k", np.int32),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("shaped", np.int32),
+    ("presence", np.float32),
+    ("frequency", np.float32),
+    ("repetition", np.float32),
+    ("hold_until", np.int32),
+)
+"""Columns of a packed sampling row, each 32 bits, in the order of ``sampler.Choice``."""
+
+_COLUMN = {name: i for i, (name, _) in enumerate(CHOICE_FIELDS)}
+
+PROMPT_BIT = 1 << 15
+"""In a slot's counts: the token stands in the prompt. The bits below count its appearances in the output."""
+
+
+class SlotRow(NamedTuple):
+    """One slot's state in the shapes of ``sampler.SlotState``, without the slot dimension."""
+
+    counts: np.ndarray
+    allowed: np.ndarray
+    hold: np.ndarray
+    bias_ids: np.ndarray
+    bias: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """A block of prompt tokens whose log-probabilities are wanted: step rows ``picks [Q]`` predict ``targets [Q]``."""
+
+    seq: Sequence
+    position: int
+    """Of the first target."""
+    picks: np.ndarray
+    targets: np.ndarray
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What a step uploads. ``ints`` is laid out as ``split_ints`` reads it."""
+
+    bucket: StepBucket
+    ints: np.ndarray
+    picks: np.ndarray
+    """int32 ``[S]``: the step row each sampling row reads."""
+    choice: np.ndarray
+    """int32 ``[S, len(CHOICE_FIELDS)]``."""
+    mode: Mode
+    sampled: int
+    logprobs: bool
+    slot_rows: list[tuple[int, SlotRow]]
+    prompt_rows: list[PromptRows]
+
+
+def ints_size(bucket: StepBucket, width: int) -> int:
+    """Length of ``StepBatch.ints``: page tables ``[N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens ``[B * Q]``."""
+    return bucket.rows * (width + 2) + bucket.tokens
+
+
+def split_ints(ints, bucket: StepBucket, width: int):
+    """Views (tables, spans, slots, tokens) of ``ints``; works on numpy and on traced arrays alike."""
+    rows = bucket.rows
+    a, b, c = rows * width, rows * (width + 2), rows * (width + 2) + bucket.decodes
+    return ints[:a].reshape(rows, width), ints[a:b].reshape(2, rows), ints[b:c], ints[c:]
+
+
+class Packer:
+    """Keeps page tables and sampling rows of every slot, and gathers a step's rows from them.
+
+    ``width`` is the pages of the longest sequence; slot ``max_num_seqs`` is the dump that padding rows write to.
+    ``stop_ids`` are the model's end-of-sequence tokens.
+    """
+
+    def __init__(
+        self, buckets: Buckets, *, width: int, max_num_seqs: int, vocab_size: int, stop_ids: tuple[int, ...] = ()
+    ):
+        self.buckets = buckets
+        self.width = width
+        self.dump = max_num_seqs
+        self.vocab_size = vocab_size
+        self.stop_ids = stop_ids
+        self.tables = np.zeros((max_num_seqs + 1, width), np.int32)
+        self.choice = np.zeros((max_num_seqs + 1, len(CHOICE_FIELDS)), np.int32)
+        self.choice[:, _COLUMN["slot"]] = np.arange(max_num_seqs + 1)
+        self.owner: list[tuple[Sequence, int] | None] = [None] * (max_num_seqs + 1)
+        """Who the buffers were filled for: a sequence and its admission."""
+        self.written = [0] * (max_num_seqs + 1)
+
+    def pack(self, plan: StepPlan) -> StepBatch:
+        decodes, chunks = plan.decodes, plan.chunks
+        block = self.buckets.block
+        bucket = self.buckets.step(len(decodes), sum(-(-c.count // block) for c in chunks))
+        slot_rows = self._refresh(plan)
+        ints = np.zeros(ints_size(bucket, self.width), np.int32)
+        tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
+        slots[:] = self.dump
+        picks = np.zeros(self.buckets.sample_rows(bucket), np.int32)
+        rows = np.full(len(picks), self.dump)
+        positions = np.zeros(len(picks), np.int32)
+        sampled = len(decodes)
+        if decodes:
+            mine = np.fromiter((s.slot for s in decodes), np.int32, sampled)
+            computed = np.fromiter((s.computed for s in decodes), np.int32, sampled)
+            tables[:sampled] = self.tables[mine]
+            spans[0, :sampled] = computed - 1
+            spans[1, :sampled] = 1
+            slots[:sampled] = mine
+            picks[:sampled] = np.arange(sampled)
+            rows[:sampled] = mine
+            positions[:sampled] = computed
+        prompt_rows: list[PromptRows] = []
+        row = 0
+        for chunk in chunks:
+            seq, blocks = chunk.seq, -(-chunk.count // block)
+            where = slice(bucket.decodes + row, bucket.decodes + row + blocks)
+            tables[where] = self.tables[seq.slot]
+            starts = np.arange(blocks, dtype=np.int32) * block
+            spans[0, where] = chunk.start + starts
+            spans[1, where] = np.minimum(chunk.count - starts, block)
+            tokens[row * block : row * block + chunk.count] = seq.tokens(chunk.start, chunk.start + chunk.count)
+            first = bucket.decodes + row * block
+            if chunk.final:
+                picks[sampled] = first + chunk.count - 1
+                rows[sampled] = seq.slot
+                positions[sampled] = chunk.start + chunk.count
+                sampled += 1
+            if seq.params.prompt_logprobs is not None:
+                prompt_rows += self._prompt_rows(chunk, first)
+            row += blocks
+        choice = self.choice[rows]
+        choice[:, _COLUMN["position"]] = positions
+        live = choice[:sampled]
+        mode: Mode = "greedy"
+        if live[:, _COLUMN["shaped"]].any():
+            mode = "shaped"
+        elif live[:, _COLUMN["temperature"]].any():
+            mode = "random"
+        wants = any(s.params.logprobs is not None for s in plan.sampled)
+        return StepBatch(bucket, ints, picks, choice, mode, sampled, wants, slot_rows, prompt_rows)
+
+    def _refresh(self, plan: StepPlan) -> list[tuple[int, SlotRow]]:
+        """Bring the buffers of the plan's slots up to date; returns the slot states to upload."""
+        rows = []
+        for seq in plan.sequences:
+            slot = seq.slot
+            new = self.owner[slot] != (seq, seq.preemptions)
+            if new:
+                self.owner[slot], self.written[slot] = (seq, seq.preemptions), 0
+                self._fill_choice(seq)
+            done = self.written[slot]
+            if done < len(seq.pages):
+                self.tables[slot, done : len(seq.pages)] = seq.pages[done:]
+                self.written[slot] = len(seq.pages)
+            if seq.params.shapes_logits and (new or seq.host_driven):
+                rows.append((slot, self._slot_row(seq)))
+        return rows
+
+    def _fill_choice(self, seq: Sequence) -> None:
+        params, row = seq.params, self.choice[seq.slot]
+        greedy = params.greedy
+        values = {
+            "seed_low": seq.seed & 0xFFFFFFFF,
+            "seed_high": (seq.seed >> 32) & 0xFFFFFFFF,
+            "temperature": 0.0 if greedy else params.temperature,
+            "top_k": max(params.top_k, 0),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "shaped": int(params.shapes_logits),
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "repetition": params.repetition_penalty,
+            "hold_until": len(seq.prompt) + params.min_tokens,
+        }
+        for name, kind in CHOICE_FIELDS:
+            if name in values:
+                row[_COLUMN[name]] = np.array(values[name], kind).view(np.int32)
+
+    def _slot_row(self, seq: Sequence) -> SlotRow:
+        params, vocab = seq.params, self.vocab_size
+        counts = np.zeros(vocab, np.uint16)
+        np.add.at(counts, np.asarray(seq.output, np.int64), 1)
+        counts[np.asarray(seq.prompt, np.int64)] |= PROMPT_BIT
+        allowed = np.ones(vocab, bool)
+        if params.allowed_token_ids is not None:
+            allowed[:] = False
+            allowed[list(params.allowed_token_ids)] = True
+        allowed[banned_tokens(seq)] = False
+        hold = np.zeros(vocab, bool)
+        hold[[*params.stop_token_ids, *(() if params.ignore_eos else self.stop_ids)]] = True
+        ids = np.full(MAX_LOGIT_BIAS, vocab, np.int32)
+        bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
+        for i, (token, value) in enumerate((params.logit_bias or {}).items()):
+            ids[i], bias[i] = token, value
+        return SlotRow(counts, pack_bits(allowed), pack_bits(hold), ids, bias)
+
+    def _prompt_rows(self, chunk: Chunk, first: int) -> list[PromptRows]:
+        """Blocks of the chunk that predict prompt tokens (the last prompt token predicts none)."""
+        seq, size, out = chunk.seq, self.buckets.block, []
+        end = min(chunk.start + chunk.count, len(seq.prompt) - 1)
+        for start in range(chunk.start, end, size):
+            count = min(size, end - start)
+            picks = np.minimum(first + start - chunk.start + np.arange(size), first + end - chunk.start - 1)
+            targets = np.zeros(size, np.int32)
+            targets[:count] = seq.prompt[start + 1 : start + 1 + count]
+            out.append(PromptRows(seq, start + 1, picks.astype(np.int32), targets, count))
+        return out
+
+
+def pack_bits(mask: np.ndarray) -> np.ndarray:
+    """Bool ``[V]`` to uint32 words, bit v % 32 of word v // 32."""
+    padded = np.pad(mask, (0, -len(mask) % 32))
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+def banned_tokens(seq: Sequence) -> list[int]:
+    """Tokens that would complete a bad word after the sequence's last tokens."""
+    banned = []
+    for word in seq.bad_words:
+        prefix = word[:-1]
+        if not prefix or tuple(seq.output[-len(prefix) :]) == prefix:
+            banned.append(word[-1])
+    return banned

@@ -1,0 +1,296 @@
+"""From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import checkpoints
+from jaxserve import memory, models, params
+from jaxserve.batch import Packer
+from jaxserve.buckets import Buckets
+from jaxserve.cache_spec import CacheSpec
+from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.engine import Engine
+from jaxserve.executables import Compiled, ExecutableStore
+from jaxserve.metrics import EngineMetrics
+from jaxserve.models import dense
+from jaxserve.pages import PagePool
+from jaxserve.programs import ProgramSet, segments
+from jaxserve.progress import Progress
+from jaxserve.report import Report
+from jaxserve.runner import Runner
+from jaxserve.scheduler import Scheduler
+from jaxserve.sharding import HeadLayout, head_layout, make_mesh
+from jaxserve.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The engine's limits once the defaults are filled in."""
+
+    max_model_len: int
+    max_num_seqs: int
+    buckets: Buckets
+    num_pages: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A ready engine and what it was made of."""
+
+    engine: Engine
+    model: ModelConfig
+    limits: Limits
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    metrics: EngineMetrics
+    report: Report
+    programs: ProgramSet
+
+
+def build(config: EngineConfig) -> Built:
+    """Make an engine ready. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong."""
+    report = Report()
+    with report.phase("open checkpoint"):
+        source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
+    with source, ThreadPoolExecutor(1, "tokenizer") as side:
+        tokenizer = side.submit(_tokenizer, source, report)
+        with report.phase("start jax"):
+            mesh = _mesh(config)
+        model = models.model_config(source.config)
+        dtype = resolve_dtype(config, source, model)
+        specs = declare(model, config.tensor_parallel, source)
+        store = ExecutableStore(config.cache_path, mesh.devices.flat)
+        programs, limits = size(config, model, specs, dtype, mesh, store, report)
+        compiled, weights = _compile_and_load(config, programs, store, source, report)
+        with report.phase("allocate KV cache"):
+            runner = Runner(programs, compiled, weights)
+            jax.block_until_ready(runner.state.kv)
+        words = tokenizer.result()
+    eos = frozenset(_eos_ids(source, words))
+    packer = Packer(
+        limits.buckets,
+        width=programs.width,
+        max_num_seqs=limits.max_num_seqs,
+        vocab_size=programs.vocab,
+        stop_ids=tuple(eos),
+    )
+    scheduler = Scheduler(
+        PagePool(limits.num_pages, config.page_size),
+        max_num_seqs=limits.max_num_seqs,
+        prompt_tokens=limits.buckets.max_prompt_tokens,
+        block=limits.buckets.block,
+    )
+    metrics = EngineMetrics(model_name=config.served_name or config.model)
+    engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
+    _describe(report, config, source, model, dtype, mesh, programs, limits, store)
+    return Built(engine, model, limits, words, eos, metrics, report, programs)
+
+
+def _mesh(config: EngineConfig) -> Mesh:
+    try:
+        return make_mesh(config.tensor_parallel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _tokenizer(source: checkpoints.Checkpoint, report: Report) -> Tokenizer | None:
+    with report.phase("tokenizer (beside)"):
+        try:
+            return Tokenizer.from_checkpoint(source)
+        except TokenizerError as error:
+            report.add("model", tokenizer=str(error))
+            return None
+
+
+def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
+    """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    if source.format == "gguf":
+        kinds = {str(info.dtype) for info in source.tensors.values() if len(info.shape) > 1}
+        return "float32" if kinds == {"float32"} and not _quantized(source) else "bfloat16"
+    return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
+
+
+def _quantized(source: checkpoints.Checkpoint) -> bool:
+    return any(info.nbytes < math.prod(info.shape) * 2 for info in source.tensors.values() if len(info.shape) > 1)
+
+
+def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
+    """The model's parameters, checked against the checkpoint's tensors."""
+    if source.format == "orbax":
+        layout = source.config.get("jaxserve_layout", {})
+        tied = not any("head" in name.split(".") for name in source.tensors)
+        specs = dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
+        if layout.get("tensor_parallel") not in (None, tensor_parallel):
+            _check_layout(model, layout["tensor_parallel"], tensor_parallel)
+        return specs
+    specs = dense.param_specs(model, tensor_parallel, source.tensors)
+    params.check(specs, source, dense.IGNORED_TENSORS)
+    return specs
+
+
+def _check_layout(model: ModelConfig, saved: int, wanted: int) -> None:
+    def layout(devices: int) -> tuple[HeadLayout, int, int]:
+        heads = head_layout(model.num_heads, model.num_kv_heads, devices)
+        return heads, -model.vocab_size % devices, -model.intermediate_size % devices
+
+    if layout(saved) != layout(wanted):
+        raise ConfigError(
+            f"tensor_parallel {wanted}: this folder was converted for tensor_parallel {saved}, which lays heads out "
+            "differently; convert the original again"
+        )
+
+
+def size(
+    config: EngineConfig,
+    model: ModelConfig,
+    specs: params.Specs,
+    dtype: str,
+    mesh: Mesh,
+    store: ExecutableStore,
+    report: Report,
+) -> tuple[ProgramSet, Limits]:
+    """Fill in the limits from the model, the device's kind and its measured memory."""
+    device = mesh.devices.flat[0]
+    gpu = device.platform != "cpu"
+    max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
+    buckets = Buckets.make(max_num_seqs, config.max_num_batched_tokens or (8192 if gpu else 512))
+    longest = _max_model_len(config, model)
+    layout = head_layout(model.num_heads, model.num_kv_heads, config.tensor_parallel)
+    cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, dtype)
+    per_program = config.layers_per_program
+    cut = segments(model, per_program if per_program is not None else (0 if gpu else 1))
+    page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
+
+    def programs(num_pages: int, max_model_len: int) -> ProgramSet:
+        width = -(-max_model_len // config.page_size)
+        return ProgramSet(
+            model, mesh, buckets, cache, specs, dtype, num_pages, config.page_size, width, max_num_seqs, cut
+        )
+
+    weights = params.nbytes(specs, dtype) // config.tensor_parallel
+    temporaries = 0
+    if gpu:  # a probe with a two-page cache: arguments scale exactly, temporaries do not grow with the pool
+        with report.phase("measure a step"):
+            temporaries = step_bytes(programs(2, longest), store)
+    available = memory.measure(device)
+    budget = memory.kv_budget(config, available, gpu=gpu, weights=weights, temporaries=temporaries)
+    num_pages = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+    fits = (num_pages - 1) * config.page_size
+    if fits < longest:
+        if config.max_model_len is not None or fits < 2:
+            raise ConfigError(
+                f"max_model_len {longest} does not fit: the KV cache holds {max(fits, 0)} tokens in {budget} bytes; "
+                "lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        report.add("limits", max_model_len_lowered_from=longest)
+        longest = fits
+    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the model's own limit of {model.max_position} positions"
+        )
+    return config.max_model_len
+
+
+def step_bytes(programs: ProgramSet, store: ExecutableStore) -> int:
+    """Bytes of temporaries and outputs of the largest step, by the compiler's own account."""
+    bucket = max(programs.buckets.steps(), key=lambda b: b.tokens)
+    largest = 0
+    for program in (programs.layers(bucket, programs.segments[0]), *programs.heads(programs.buckets.samples[-1])):
+        analysis = getattr(store.build(program), "memory_analysis", lambda: None)()
+        if analysis is not None:
+            largest = max(largest, analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+    return largest
+
+
+def _compile_and_load(
+    config: EngineConfig,
+    programs: ProgramSet,
+    store: ExecutableStore,
+    source: checkpoints.Checkpoint,
+    report: Report,
+) -> tuple[dict[str, Compiled], params.Params]:
+    """Compile (or load) the programs while the weights load."""
+    everything = list(programs.programs())
+    with Progress(config.load_progress) as bars, ThreadPoolExecutor(1, "weights") as side:
+        weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"))
+        with report.phase("programs (beside)"):
+            compiled = store.build_all(everything, progress=bars.bar("programs", "items"))
+        with report.phase("wait for weights"):
+            return compiled, weights.result()
+
+
+def _load(
+    programs: ProgramSet, source: checkpoints.Checkpoint, report: Report, progress: Callable[[int, int], None]
+) -> params.Params:
+    with report.phase("weights (beside)"):
+        if source.format == "orbax":
+            return checkpoints.load_tree(source.path, programs.params)
+        return params.load(programs.specs, source, programs.dtype, programs.mesh, progress)
+
+
+def _eos_ids(source: checkpoints.Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if tokenizer is not None:
+        return tokenizer.eos_token_ids
+    ids: list[int] = []
+    for table in (source.generation_config, source.config):
+        eos = table.get("eos_token_id")
+        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return tuple(dict.fromkeys(ids))
+
+
+def _describe(
+    report: Report,
+    config: EngineConfig,
+    source: checkpoints.Checkpoint,
+    model: ModelConfig,
+    dtype: str,
+    mesh: Mesh,
+    programs: ProgramSet,
+    limits: Limits,
+    store: ExecutableStore,
+) -> None:
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
+    weight_bytes = params.nbytes(programs.specs, dtype)
+    report.add(
+        "model",
+        name=config.served_name or config.model,
+        family=model.model_type,
+        format=source.format,
+        parameters=count,
+    )
+    report.add("run", dtype=dtype, weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
+    report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])
+    report.add("run", attention="reference (jnp): no GPU kernel is built yet")
+    page = programs.cache.token_bytes * config.page_size
+    report.add(
+        "kv cache",
+        kind=programs.cache.kind,
+        bytes_per_token=programs.cache.token_bytes,
+        pages=limits.num_pages - 1,
+        tokens_that_fit=(limits.num_pages - 1) * config.page_size,
+        total_bytes=page * limits.num_pages,
+        prefix_reuse="off: not built yet",
+    )
+    report.add(
+        "limits",
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
+    )
+    tally = store.tally
+    report.add("executables", loaded=tally.loaded, compiled=tally.compiled, discarded=tally.discarded)

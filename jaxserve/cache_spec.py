@@ -1,0 +1,32 @@
+"""What a layer keeps, for how long, and how many bytes that is. Imports no jax.
+
+Kinds: ``paged`` keeps every token in pages of G tokens; further kinds (window, ring, state) come with the families that
+need them. A sliding-window layer is paged for now: its pages are kept, its mask is not.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A cache shared by a group of layers with equal records: K and V heads of one token, in one dtype.
+
+    On the devices each layer holds two arrays ``[P, K, G, D]`` (pages, KV heads, tokens a page, head dim), sharded over K.
+    """
+
+    kind: Literal["paged"]
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all layers of the group and all devices."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * _BYTES[self.dtype]
+
+    def page_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+        return (num_pages, self.kv_heads, page_size, self.head_dim)

@@ -1,0 +1,114 @@
+"""The generic decoder: embed, layers, pick, head. Pure functions over one step's token-flat batch.
+
+A step holds R decode rows (one token each) followed by B blocks of Q prompt tokens (a block belongs to one sequence):
+T = R + B * Q tokens, N = R + B rows with a page table each. ``Context`` is what every layer needs of the step.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import StepBucket
+from jaxserve.config import LayerSpec, ModelConfig
+from jaxserve.layers import linear, query_scale, rms_norm, rope_table, rotate
+from jaxserve.params import Params
+from pallas_kernels.paged_attention import paged_attention
+
+KV = tuple[jax.Array, jax.Array]
+"""One layer's pages of keys and of values, each ``[P, K, G, D]``."""
+
+
+class Context(NamedTuple):
+    """What the layers share in a step."""
+
+    rope: jax.Array  # float32 [ropes, 2, T, dim / 2]
+    where: jax.Array  # int32 [3, T]: page and offset each token is written to, and its position
+    tables: jax.Array  # int32 [N, W]: pages of each row's sequence
+    spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
+
+
+def ropes(cfg: ModelConfig) -> list:
+    return list(dict.fromkeys(spec.rope for spec in cfg.layers))
+
+
+def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
+    """Positions and page slots of every token, from the rows' page tables and spans. Padding goes to page 0."""
+    starts, counts = spans
+    rows, blocks = bucket.decodes, bucket.blocks
+    row = jnp.concatenate([jnp.arange(rows), rows + jnp.repeat(jnp.arange(blocks), bucket.block)])
+    offset = jnp.concatenate([jnp.zeros(rows, jnp.int32), jnp.tile(jnp.arange(bucket.block), blocks)])
+    position = starts[row] + offset
+    real = offset < counts[row]
+    page = jnp.where(real, tables[row, jnp.minimum(position // page_size, tables.shape[1] - 1)], 0)
+    where = jnp.stack([page, position % page_size, position]).astype(jnp.int32)
+    return Context(rope_table(ropes(cfg), position), where, tables, spans)
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Token embeddings, float32 ``[T, E]``."""
+    return params["embed"][tokens].astype(jnp.float32)
+
+
+def layer(
+    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
+) -> tuple[jax.Array, KV]:
+    """One pre-norm block over ``x [T, E]``; writes the step's keys and values into ``kv`` and attends over it."""
+    attended, kv = _attention(cfg, spec, bucket, params, kv, rms_norm(x, params["attn_norm"], cfg.norm_eps), ctx)
+    x = x + attended
+    return x + _mlp(params, rms_norm(x, params["mlp_norm"], cfg.norm_eps)), kv
+
+
+def _attention(
+    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
+) -> tuple[jax.Array, KV]:
+    tokens = x.shape[0]
+    fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
+    if "qkv_bias" in params:
+        fused = fused + params["qkv_bias"]
+    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    if cfg.qk_norm:
+        q, k = rms_norm(q, params["q_norm"], cfg.norm_eps), rms_norm(k, params["k_norm"], cfg.norm_eps)
+    table = ctx.rope[ropes(cfg).index(spec.rope)]
+    q, k = rotate(q, table), rotate(k, table)
+    page, offset, position = ctx.where
+    if spec.rope.query_scale_beta:
+        q = q * query_scale(spec.rope, position)[:, None, None, None]
+    k_pages, v_pages = kv
+    k_pages = k_pages.at[page, :, offset].set(k.astype(k_pages.dtype))
+    v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
+
+    def attend(q: jax.Array, first: int, last: int) -> jax.Array:
+        starts, counts = ctx.spans[:, first:last]
+        rows = q.reshape(last - first, -1, *q.shape[1:])
+        scale = cfg.head_dim**-0.5
+        out = paged_attention(
+            rows, k_pages, v_pages, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window
+        )
+        return out.reshape(q.shape)
+
+    parts = []
+    if bucket.decodes:
+        parts.append(attend(q[: bucket.decodes], 0, bucket.decodes))
+    if bucket.blocks:
+        parts.append(attend(q[bucket.decodes :], bucket.decodes, bucket.rows))
+    mixed = jnp.concatenate(parts).reshape(tokens, -1)
+    out = linear(mixed, params["o"].reshape(cfg.hidden_size, -1))
+    return out + params["o_bias"] if "o_bias" in params else out, (k_pages, v_pages)
+
+
+def _mlp(params: Params, x: jax.Array) -> jax.Array:
+    both = linear(x, params["gate_up"])  # [T, 2, F]
+    if "gate_up_bias" in params:
+        both = both + params["gate_up_bias"]
+    out = linear(jax.nn.silu(both[:, 0]) * both[:, 1], params["down"])
+    return out + params["down_bias"] if "down_bias" in params else out
+
+
+def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """Logits ``[S, V]`` in float32 of hidden rows ``x [S, E]``; vocabulary rows added by padding are masked."""
+    x = rms_norm(x, params["norm"], cfg.norm_eps)
+    logits = linear(x, params["head"] if "head" in params else params["embed"])
+    if logits.shape[1] == cfg.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[1]) < cfg.vocab_size, logits, -jnp.inf)

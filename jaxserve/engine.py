@@ -1,0 +1,287 @@
+"""The engine loop, in a thread that owns the device: schedule N + 1, launch N + 1, collect N.
+
+Requests come in through a locked inbox and leave as ``Delta`` objects handed to their callback on this thread. A failure that
+belongs to one sequence ends that request; a failure of the device ends the engine, and every request is told.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from jaxserve.batch import Packer, StepBatch
+from jaxserve.metrics import EngineMetrics
+from jaxserve.output import LogprobRows, SequenceOutput
+from jaxserve.request import Delta, EngineDeadError, FinishReason, QueueFullError, TokenLogprob
+from jaxserve.scheduler import Scheduler
+from jaxserve.sequence import Sequence, StepPlan
+
+log = logging.getLogger(__name__)
+
+OnDelta = Callable[[Delta], None]
+
+
+class StepRunner(Protocol):
+    """What the loop needs of a device: ``runner.Runner``, or a null one that measures the host."""
+
+    def launch(self, batch: StepBatch) -> Any: ...
+
+    def collect(self, step: Any) -> Any: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request in the engine: its sequences' outputs, and where its deltas go."""
+
+    request_id: str
+    outputs: list[SequenceOutput]
+    on_delta: OnDelta
+    open: int
+    """Sequences that have not ended."""
+    admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Liveness by forward progress: an engine with work that makes no progress for long is not well."""
+
+    alive: bool
+    idle: bool
+    seconds_since_progress: float
+    running: int
+    waiting: int
+
+
+class Engine:
+    """Runs the loop. ``submit`` and ``abort`` may be called from any thread; everything else happens on the loop's."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        packer: Packer,
+        runner: StepRunner,
+        metrics: EngineMetrics,
+        *,
+        overlap: bool = True,
+        max_queued: int = 4096,
+    ):
+        self.scheduler, self.packer, self.runner, self.metrics = scheduler, packer, runner, metrics
+        self.depth = 1 if overlap else 0
+        self.max_queued = max_queued
+        self.error: BaseException | None = None
+        self._entries: dict[str, Entry] = {}
+        self._inbox: deque[Entry | str] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._queued = 0
+        self._arrivals = 0
+        self._progress = time.monotonic()
+        self._flight: deque[tuple[StepPlan, Any]] = deque()
+        self._preemptions = 0
+        self.thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, request_id: str, outputs: list[SequenceOutput], on_delta: OnDelta) -> None:
+        """Queue a request. Raises ``QueueFullError`` or ``EngineDeadError``."""
+        with self._wake:
+            self._raise_if_dead()
+            if self._queued + len(outputs) > self.max_queued:
+                self.metrics.rejected()
+                raise QueueFullError(f"{self._queued} sequences are waiting, the most allowed is {self.max_queued}")
+            self._queued += len(outputs)
+            self._arrivals += 1
+            for output in outputs:
+                output.seq.arrival = self._arrivals
+            self._inbox.append(Entry(request_id, outputs, on_delta, len(outputs)))
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; an unknown or finished one is ignored."""
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Stop the loop; requests that are still open end with reason "abort"."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def health(self) -> Health:
+        idle = not self._entries and not self._inbox
+        waited = 0.0 if idle else time.monotonic() - self._progress
+        scheduler = self.scheduler
+        alive = self.thread.is_alive() and self.error is None
+        return Health(alive, idle, waited, len(scheduler.running), self._queued)
+
+    def _raise_if_dead(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.error!r}") from self.error
+        if self._closing or not self.thread.is_alive():
+            raise EngineDeadError("the engine is closed")
+
+    # -- the loop's thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                self._turn()
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self.error = error
+        finally:
+            self._end_all()
+
+    def _receive(self) -> bool:
+        """Take what has come in; wait while there is nothing to do. False when it is time to stop."""
+        with self._wake:
+            while not self._inbox and not self._closing and self.scheduler.idle and not self._flight:
+                self._wake.wait()
+            items = list(self._inbox)
+            self._inbox.clear()
+            if not self._entries and items:
+                self._progress = time.monotonic()
+            closing = self._closing
+        for item in items:
+            if isinstance(item, Entry):
+                self._entries[item.request_id] = item
+                for output in item.outputs:
+                    self.scheduler.add(output.seq)
+            elif item in self._entries:
+                self._end_entry(self._entries[item], "abort")
+        return not closing
+
+    def _turn(self) -> None:
+        """One turn of the loop: launch the next step if there is one, and collect the oldest that is due."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._note_admissions(plan)
+            self._flight.append((plan, self.runner.launch(self.packer.pack(plan))))
+        if self._flight and (plan is None or len(self._flight) > self.depth):
+            self._collect(*self._flight.popleft())
+        elif plan is None and not self.scheduler.idle:
+            raise RuntimeError("sequences wait but none can run: the scheduler is stuck")
+        if self.scheduler.idle and not self._flight:
+            self.scheduler.check()
+            self._gauges(0)
+
+    def _note_admissions(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if chunk.start == 0 and seq.preemptions == 0:
+                self._queued -= 1
+                entry = self._entries[seq.request_id]
+                if not entry.admitted:
+                    entry.admitted = True
+                    self.metrics.admitted(now - seq.arrived_at, len(seq.prompt))
+
+    def _collect(self, plan: StepPlan, step: Any) -> None:
+        result = self.runner.collect(step)
+        now = self._progress = time.monotonic()
+        for rows, values in result.prompt:
+            self._prompt_logprobs(rows, LogprobRows(*values))
+        logprobs = LogprobRows(*result.logprobs) if result.logprobs is not None else None
+        fresh, intervals = 0, 0.0
+        for i, (seq, token) in enumerate(zip(plan.sampled, result.tokens.tolist(), strict=True)):
+            if seq.finished:
+                continue  # it ended while this step was in flight
+            if seq.last_token_at is not None:
+                fresh += 1
+                intervals += now - seq.last_token_at
+            else:
+                seq.first_token_at = now
+                self.metrics.first_token(now - seq.arrived_at)
+                self.metrics.tokens(1)
+            seq.last_token_at = now
+            wanted = seq.params.logprobs
+            self._accept(seq, token, logprobs.row(i, token, wanted) if logprobs and wanted is not None else None)
+        if fresh:
+            self.metrics.tokens(fresh, intervals / fresh)
+        self.scheduler.collected(plan)
+        self._gauges(plan.tokens)
+
+    def _accept(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        entry = self._entries[seq.request_id]
+        try:
+            delta, reason, stop = entry.outputs[seq.index].accept(token, logprob)
+        except Exception as error:
+            log.exception("request %s: its text cannot be made", seq.request_id)
+            self._end_entry(entry, "error", f"detokenization failed: {error}")
+            return
+        if reason is not None:
+            self.scheduler.finish(seq, reason, stop)
+            delta = self._ended(entry, seq, delta)
+        self._deliver(entry, delta)
+
+    def _ended(self, entry: Entry, seq: Sequence, delta: Delta) -> Delta:
+        entry.open -= 1
+        now = time.monotonic()
+        first = None if seq.first_token_at is None else seq.first_token_at - seq.arrived_at
+        self.metrics.finished(
+            seq.finish_reason or "error",
+            len(seq.prompt),
+            len(seq.output),
+            now - seq.arrived_at,
+            first_token_seconds=first,
+            preemptions=seq.preemptions,
+        )
+        if entry.open == 0:
+            self._entries.pop(entry.request_id, None)
+            delta = replace(delta, request_done=True)
+        return delta
+
+    def _end_entry(self, entry: Entry, reason: FinishReason, error: str | None = None) -> None:
+        """End all of a request's open sequences from outside."""
+        for output in entry.outputs:
+            seq = output.seq
+            if seq.finished:
+                continue
+            if seq.slot < 0 and seq.preemptions == 0:
+                self._queued -= 1
+            self.scheduler.finish(seq, reason)
+            self._deliver(entry, self._ended(entry, seq, output.end(reason, error)))
+
+    def _deliver(self, entry: Entry, delta: Delta) -> None:
+        try:
+            entry.on_delta(delta)
+        except Exception:
+            log.exception("request %s: its callback failed; the request is aborted", entry.request_id)
+            if entry.request_id in self._entries:
+                entry.on_delta = lambda _: None
+                self._end_entry(entry, "abort")
+
+    def _prompt_logprobs(self, rows: Any, values: LogprobRows) -> None:
+        seq, count = rows.seq, rows.seq.params.prompt_logprobs
+        if seq.prompt_logprobs is None:
+            seq.prompt_logprobs = [None] * len(seq.prompt)
+        for i, token in enumerate(rows.targets[: rows.count].tolist()):
+            seq.prompt_logprobs[rows.position + i] = values.row(i, token, count)
+
+    def _gauges(self, tokens: int) -> None:
+        scheduler = self.scheduler
+        if scheduler.preemptions > self._preemptions:
+            self.metrics.preempted(scheduler.preemptions - self._preemptions)
+            self._preemptions = scheduler.preemptions
+        self.metrics.step(tokens, len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+
+    def _end_all(self) -> None:
+        """The loop is over: collect nothing more, tell everybody."""
+        with self._wake:
+            self._closing = True
+            entries: Iterable[Entry] = [*self._entries.values(), *(e for e in self._inbox if isinstance(e, Entry))]
+            self._inbox.clear()
+        reason: FinishReason = "abort" if self.error is None else "error"
+        message = None if self.error is None else f"the engine has stopped: {self.error!r}"
+        for entry in entries:
+            self._entries[entry.request_id] = entry
+            self._end_entry(entry, reason, message)

@@ -1,0 +1,52 @@
+"""The small building blocks: linear maps, norms and rotary embedding. Pure functions; activations are float32."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.rope import RopeConfig
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``.
+
+    Weights keep the orientation they have on disk. A single 16-bit row is doubled: XLA's CPU backend has no fast path
+    for it (25 times slower than two rows).
+    """
+    rows = x.shape[0]
+    x = x.astype(weight.dtype)
+    if rows == 1 and weight.dtype.itemsize < 4:
+        x = jnp.concatenate([x, x])
+    out = lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32)
+    return out[:rows]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, times ``weight`` (arXiv 1910.07467), in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+
+
+def rope_table(ropes: Sequence[RopeConfig], positions: jax.Array) -> jax.Array:
+    """cos and sin of every distinct rope: float32 ``[len(ropes), 2, T, dim / 2]`` for int32 positions ``[T]``."""
+
+    def one(rope: RopeConfig) -> jax.Array:
+        angle = positions.astype(jnp.float32)[:, None] * rope.inv_freq()
+        return jnp.stack([jnp.cos(angle), jnp.sin(angle)]) * rope.attention_factor
+
+    return jnp.stack([one(rope) for rope in ropes])
+
+
+def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
+    """Rotate the first channels of ``x [T, heads, ..., D]`` by ``table [2, T, dim / 2]``, halves paired."""
+    half = table.shape[-1]
+    cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), half) for t in table)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def query_scale(rope: RopeConfig, positions: jax.Array) -> jax.Array:
+    """Llama 4's temperature of queries at far positions, float32 ``[T]``."""
+    return 1.0 + rope.query_scale_beta * jnp.log1p(jnp.floor(positions / rope.original_max_position))

@@ -1,0 +1,299 @@
+"""The public face of the engine: ``LLM`` for programs and servers, ``generate`` for three lines in a script."""
+
+import dataclasses
+import queue
+import random
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+
+from jaxserve.build import build
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine import Health, OnDelta
+from jaxserve.output import SequenceOutput
+from jaxserve.progress import Progress
+from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
+from jaxserve.sequence import Sequence as EngineSequence
+from jaxserve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages."""
+
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class LLM:
+    """A model ready to generate. Owns one engine thread; a context manager; every method may be called from any thread.
+
+    Keywords are the fields of ``EngineConfig``. Raises ``ConfigError`` or ``checkpoints.CheckpointError`` naming what is wrong.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **engine_options: Any):
+        self.config = EngineConfig.from_options(model, engine_options)
+        self._built = build(self.config)
+        self.tokenizer: Tokenizer | None = self._built.tokenizer
+        self.model_config: ModelConfig = self._built.model
+        self.max_model_len: int = self._built.limits.max_model_len
+        self.vocab_size: int = self._built.model.vocab_size
+        self._engine = self._built.engine
+        self._seeds = random.Random(self.config.seed)
+        self._seeds_lock = threading.Lock()
+        self.compilations_after_ready = 0
+        self._watch_compilation()
+        self._engine.start()
+
+    # -- whole requests -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Complete every prompt, in one batch, and return the outputs in the order of the prompts.
+
+        ``params`` is for all, or one for each; instead of it, its fields may be given as keywords. Raises ``RequestError``
+        naming the offending prompt or field, before anything runs.
+        """
+        many = [prompts] if _is_prompt(prompts) else list(prompts)
+        each = self._params(params, sampling, len(many))
+        done: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        ready = [self._prepare(prompt, p, done.put) for prompt, p in zip(many, each, strict=True)]
+        outputs = {request_id: output for request_id, _, output in ready}
+        open_ids = set(outputs)
+        try:
+            for request_id, sequences, _ in ready:
+                self._engine.submit(request_id, sequences, done.put)
+            with Progress(progress and len(many) > 1) as bars:
+                bar = bars.bar("requests")
+                while open_ids:
+                    delta = done.get()
+                    outputs[delta.request_id].add(delta)
+                    if delta.request_done:
+                        open_ids.discard(delta.request_id)
+                        bar(len(many) - len(open_ids), len(many))
+        finally:
+            for request_id in open_ids:
+                self._engine.abort(request_id)
+        return [output for _, _, output in ready]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; otherwise as ``generate``."""
+        return self.generate(messages, params, **sampling)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[Delta]:
+        """Yield what each step adds to the completion; closing the iterator early aborts the request."""
+        (one,) = self._params(params, sampling, 1)
+        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        request_id = self.submit(prompt, one, on_delta=deltas.put)
+        return self._drain(request_id, deltas)
+
+    def _drain(self, request_id: str, deltas: "queue.SimpleQueue[Delta]") -> Iterator[Delta]:
+        done = False
+        try:
+            while not done:
+                delta = deltas.get()
+                done = delta.request_done
+                yield delta
+        finally:
+            if not done:
+                self.abort(request_id)
+
+    # -- for servers --------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0) -> str:
+        """Queue a request; ``on_delta`` is called on the engine's thread and must be quick. Returns the request's id.
+
+        Raises ``RequestError`` (what is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
+        """
+        request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority)
+        self._engine.submit(request_id, sequences, on_delta)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its last delta says "abort". Unknown ids are ignored."""
+        self._engine.abort(request_id)
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    def report(self) -> dict[str, Any]:
+        """The start-up report, with the compilations after ready (there ought to be none)."""
+        return {**self._built.report.as_dict(), "compilations_after_ready": self.compilations_after_ready}
+
+    def print_report(self) -> None:
+        self._built.report.print()
+
+    @property
+    def metrics(self) -> Any:
+        """A ``prometheus_client.CollectorRegistry``."""
+        return self._built.metrics.registry
+
+    def close(self) -> None:
+        """Stop the engine; open requests end with "abort"."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests to sequences ----------------------------------------------------------------------------------------
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, sampling: dict[str, Any], count: int
+    ) -> list[SamplingParams]:
+        unknown = set(sampling) - _SAMPLING
+        if unknown:
+            name = min(unknown)
+            raise RequestError(f"unknown sampling option {name!r}; known: {', '.join(sorted(_SAMPLING))}", param=name)
+        if params is None:
+            return [SamplingParams(**sampling)] * count
+        if sampling:
+            raise RequestError("give params or sampling keywords, not both", param="params")
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling params for {count} prompts", param="params")
+        return list(params)
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0
+    ) -> tuple[str, list[SequenceOutput], RequestOutput]:
+        params.check(self.vocab_size)
+        text, ids = self.encode_prompt(prompt)
+        limit = self._limit(ids, params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model has not", param="stop")
+        bad = self._bad_words(params)
+        request_id = f"req-{uuid.uuid4().hex}"
+        if params.echo and text is None and self.tokenizer is not None:
+            text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        sequences = []
+        base = params.seed if params.seed is not None else self._fresh_seed()
+        for index in range(params.n):
+            own = params if index == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
+            seq = EngineSequence(
+                request_id=request_id,
+                index=index,
+                prompt=ids,
+                params=own,
+                seed=(base + index) & 0xFFFFFFFFFFFFFFFF,
+                limit=limit,
+                bad_words=bad,
+                priority=priority,
+            )
+            if own.prompt_logprobs is not None:
+                seq.prompt_logprobs = [None] * len(ids)
+            echo = (text or "") if params.echo else None
+            sequences.append(SequenceOutput(seq, self.tokenizer, self._built.eos_ids, echo))
+        output = RequestOutput(request_id, text, ids, [CompletionOutput(i) for i in range(params.n)])
+        return request_id, sequences, output
+
+    def encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text where it has one, and its token ids. Raises ``RequestError``."""
+        text: str | None = None
+        if isinstance(prompt, str):
+            text, ids = prompt, self._words().encode(prompt)
+        elif _is_messages(prompt):
+            text = self._words().apply_chat_template([dict(m) for m in prompt])  # type: ignore[arg-type]
+            ids = self._words().encode(text, add_special_tokens=False)
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(f"prompt holds {token!r}, which is no token id", param="prompt")
+                if not 0 <= token < self.vocab_size:
+                    message = f"prompt: token id {token} is out of range; the vocabulary holds {self.vocab_size} tokens"
+                    raise RequestError(message, param="prompt")
+        if not ids:
+            raise RequestError("the prompt is empty: it has no tokens", param="prompt")
+        return text, ids
+
+    def _words(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give prompts as token ids", param="prompt")
+        return self.tokenizer
+
+    def _limit(self, ids: list[int], params: SamplingParams) -> int:
+        """Most tokens of the sequence. A prompt that leaves no room is refused; max_tokens beyond the context is capped."""
+        longest, room = self.max_model_len, 0 if params.max_tokens == 0 else 1
+        if len(ids) + max(room, params.min_tokens) > longest:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, and the context holds {longest} tokens, prompt and output "
+                f"(at least {max(room, params.min_tokens)} of output were asked for)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return min(longest, len(ids) + params.max_tokens) if params.max_tokens is not None else longest
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each bad word, at the start of a text and after a space."""
+        out = []
+        for word in params.bad_words:
+            for form in (word, " " + word.lstrip()):
+                ids = tuple(self._words().encode(form, add_special_tokens=False))
+                if ids and ids not in out:
+                    out.append(ids)
+        return tuple(out)
+
+    def _fresh_seed(self) -> int:
+        with self._seeds_lock:
+            return self._seeds.getrandbits(63)
+
+    def _watch_compilation(self) -> None:
+        """Count compilations on the engine's thread from now on; an error there where the config forbids them."""
+        thread, me = self._engine.thread, weakref.ref(self)
+
+        def listen(event: str, seconds: float, **_: Any) -> None:
+            if event == _COMPILE_EVENT and threading.current_thread() is thread and (llm := me()) is not None:
+                llm.compilations_after_ready += 1
+                llm._built.metrics.compiled_after_ready(1)
+                if llm.config.forbid_compile:
+                    raise RuntimeError(f"a program was compiled after ready ({seconds:.2f} s)")
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+
+
+def _is_messages(prompt: Any) -> bool:
+    return bool(prompt) and not isinstance(prompt, str) and all(isinstance(item, Mapping) for item in prompt)
+
+
+def _is_prompt(prompts: Any) -> bool:
+    """True for one prompt, False for a list of them."""
+    if isinstance(prompts, str):
+        return True
+    return bool(len(prompts)) and (_is_messages(prompts) or all(isinstance(item, int) for item in prompts))
+
+
+def generate(model: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
+    """Load ``model``, complete ``prompts``, and let go of it again.
+
+    Prompts are strings, lists of token ids, or chat messages (one prompt or a list of them); ``options`` are fields of
+    ``SamplingParams`` and ``EngineConfig`` by name: ``max_tokens=48, temperature=0.0, dtype="float32"``.
+    Raises ``RequestError``, ``ConfigError`` or ``checkpoints.CheckpointError``.
+    """
+    engine_fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"seed"}
+    engine = {name: options.pop(name) for name in list(options) if name in engine_fields}
+    unknown = set(options) - _SAMPLING - {"progress"}
+    if unknown:
+        name = min(unknown)
+        known = ", ".join(sorted(_SAMPLING | engine_fields))
+        raise RequestError(f"unknown option {name!r}; known: {known}", param=name)
+    progress = options.pop("progress", True)
+    params = SamplingParams(**options)  # refused before the model loads
+    with LLM(model, **engine) as llm:
+        return llm.generate(prompts, params, progress=progress)

@@ -1,0 +1,65 @@
+"""How large the KV cache may be: measured memory, less what the weights and a step's temporaries take."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxserve.config import ConfigError, EngineConfig
+
+GPU_UTILIZATION = 0.9
+CPU_UTILIZATION = 0.5
+CPU_KV_BYTES = 2 << 30
+"""What a CPU gives the KV cache unless told otherwise: its memory is for others too."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a device has in all, and bytes of it that are free."""
+
+    total: int
+    free: int
+
+
+def measure(device: jax.Device) -> Memory:
+    """What the device's allocator may use; for a CPU, the machine's memory or its control group's."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        fields[name] = int(value.split()[0]) * 1024
+    total, free = fields["MemTotal"], fields["MemAvailable"]
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, limit - used)
+    except (OSError, ValueError):
+        pass
+    return Memory(total, free)
+
+
+def kv_budget(config: EngineConfig, memory: Memory, *, gpu: bool, weights: int, temporaries: int) -> int:
+    """Bytes of one device for KV pages. ``weights`` are the bytes it will hold, ``temporaries`` the largest step's.
+
+    Raises ``ConfigError`` where nothing is left, or where the bytes asked for are not there.
+    """
+    asked = config.kv_cache_memory_bytes
+    if asked is not None:
+        if asked + weights + temporaries > memory.total:
+            raise ConfigError(
+                f"kv_cache_memory_bytes {asked} does not fit: the device has {memory.total} bytes, "
+                f"the weights take {weights} and a step {temporaries}"
+            )
+        return asked
+    share = config.device_memory_utilization or (GPU_UTILIZATION if gpu else CPU_UTILIZATION)
+    budget = int(memory.total * share) - weights - temporaries
+    if not gpu and config.device_memory_utilization is None:
+        budget = min(budget, CPU_KV_BYTES)
+    if budget <= 0:
+        raise ConfigError(
+            f"no memory is left for the KV cache: {share:.0%} of {memory.total} bytes, less {weights} for the weights "
+            f"and {temporaries} for a step; raise device_memory_utilization or use more devices"
+        )
+    return budget

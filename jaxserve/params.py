@@ -1,0 +1,196 @@
+"""Weights: one declaration each, from which follow abstract shape, sharding, reading from a checkpoint and random init.
+
+A tree of ``ParamSpec`` mirrors the tree of parameters. ``load`` reads shard by shard: for every device it reads only the
+rows that device keeps, so that host memory holds no more than a few shards at a time.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.sharding import sharding
+
+Index = tuple[slice, ...]
+
+
+class Source(Protocol):
+    """What ``load`` needs of a checkpoint (``checkpoints.Checkpoint`` has it)."""
+
+    tensors: Mapping[str, Any]
+
+    def read(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: its physical shape, logical axes, and the tensors on disk it is made of.
+
+    ``pieces`` maps names on disk to the shapes they must have there. ``fill(source, index)`` returns the part of the
+    parameter that ``index`` (a slice a dimension, with bounds) selects, in any float dtype.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    pieces: Mapping[str, tuple[int, ...]]
+    fill: Callable[[Source, Index], np.ndarray]
+    float32: bool = False
+    """Kept in float32 whatever the engine's dtype."""
+    ones: bool = False
+    """Random initialization: around one (norms) rather than around zero."""
+
+
+Specs = Any  # a pytree of ParamSpec
+Params = Any  # the same tree of jax arrays
+
+
+def _leaves(specs: Specs) -> list[ParamSpec]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def _map(f: Callable[[ParamSpec], Any], specs: Specs) -> Any:
+    return jax.tree.map(f, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def _dtype(spec: ParamSpec, dtype: str) -> jnp.dtype:
+    return jnp.dtype("float32" if spec.float32 else dtype)
+
+
+def abstract(specs: Specs, dtype: str, mesh: Mesh) -> Params:
+    """The same tree of ``jax.ShapeDtypeStruct`` with shardings: enough to compile, and to restore into."""
+    return _map(lambda s: jax.ShapeDtypeStruct(s.shape, _dtype(s, dtype), sharding=sharding(mesh, s.axes)), specs)
+
+
+def nbytes(specs: Specs, dtype: str) -> int:
+    """Bytes of all parameters, one copy."""
+    return sum(int(np.prod(s.shape)) * _dtype(s, dtype).itemsize for s in _leaves(specs))
+
+
+def check(specs: Specs, source: Source, ignored: Iterable[str] = ()) -> None:
+    """Compare names and shapes with the checkpoint. Raises ``WeightError`` listing what is missing, unused or misshapen."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for spec in _leaves(specs):
+        expected.update(spec.pieces)
+    have = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in have]
+    problems += [
+        f"tensor {name} has shape {list(have[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in have and have[name] != shape
+    ]
+    skip = tuple(ignored)
+    problems += [f"unexpected tensor {name}" for name in have if name not in expected and not name.endswith(skip)]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise WeightError(f"the checkpoint does not fit the model: {shown}")
+
+
+class WeightError(ValueError):
+    """A checkpoint whose tensors do not fit the model; the message names them."""
+
+
+def load(
+    specs: Specs, source: Source, dtype: str, mesh: Mesh, progress: Callable[[int, int], None] | None = None
+) -> Params:
+    """Read every parameter to its devices. ``progress(done, total)`` is told bytes after each parameter."""
+    total, done = nbytes(specs, dtype), 0
+    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+    def read(spec: ParamSpec) -> jax.Array:
+        kind = _dtype(spec, dtype)
+        memory: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas of a shard are read once
+
+        def part(index: Index) -> np.ndarray:
+            bounds = tuple(s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True))
+            if bounds not in memory:
+                values = spec.fill(source, tuple(slice(*b) for b in bounds))
+                memory[bounds] = _aligned(values, kind)
+            return memory[bounds]
+
+        return jax.make_array_from_callback(spec.shape, sharding(mesh, spec.axes), part)
+
+    out = []
+    with ThreadPoolExecutor(4, "weights") as pool:
+        for spec, array in zip(leaves, pool.map(read, leaves), strict=True):
+            done += int(np.prod(spec.shape)) * array.dtype.itemsize
+            if progress:
+                progress(done, total)
+            out.append(array)
+    return jax.tree.unflatten(tree, out)
+
+
+def _aligned(values: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """Cast into memory at a 64-byte border, which the CPU backend adopts without a copy."""
+    size = values.size * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + size].view(dtype).reshape(values.shape)
+    out[...] = values
+    return out
+
+
+def random(specs: Specs, dtype: str, mesh: Mesh, seed: int = 0) -> Params:
+    """Random weights for shapes without a checkpoint: normal with variance 1/fan-in, norms one."""
+    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+    def make(number: int, spec: ParamSpec) -> jax.Array:
+        def part(index: Index) -> np.ndarray:
+            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
+            if spec.ones:
+                return np.ones(shape, _dtype(spec, dtype))
+            rng = np.random.default_rng([seed, number, *(s.start or 0 for s in index)])
+            scale = np.float32(spec.shape[-1] ** -0.5)
+            return (rng.standard_normal(shape, np.float32) * scale).astype(_dtype(spec, dtype))
+
+        return jax.make_array_from_callback(spec.shape, sharding(mesh, spec.axes), part)
+
+    return jax.tree.unflatten(tree, [make(i, s) for i, s in enumerate(leaves)])
+
+
+def vector(name: str, size: int) -> ParamSpec:
+    """A replicated float32 vector read as it is (norm weights)."""
+    return ParamSpec((size,), (None,), {name: (size,)}, lambda source, i: source.read(name)[i], True, True)
+
+
+def rows(name: str, shape: tuple[int, int], padded: int, axis: str) -> ParamSpec:
+    """A matrix ``[padded, in]`` sharded by rows; rows beyond the checkpoint's ``shape[0]`` are zero."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        lo, hi = index[0].start, index[0].stop
+        part = source.read(name, slice(min(lo, shape[0]), min(hi, shape[0])))
+        return _pad_rows(part, hi - lo)
+
+    return ParamSpec((padded, shape[1]), (axis, None), {name: shape}, fill)
+
+
+def stacked_rows(names: tuple[str, ...], shape: tuple[int, ...], padded: int, axis: str) -> ParamSpec:
+    """Equal tensors ``[out, ...]`` stacked to ``[len(names), padded, ...]``, sharded by ``out`` (gate and up)."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        lo, hi = index[1].start, index[1].stop
+        parts = [source.read(n, slice(min(lo, shape[0]), min(hi, shape[0]))) for n in names[index[0]]]
+        return np.stack([_pad_rows(part, hi - lo) for part in parts])
+
+    tail = (None,) * (len(shape) - 1)
+    return ParamSpec((len(names), padded, *shape[1:]), (None, axis, *tail), dict.fromkeys(names, shape), fill)
+
+
+def columns(name: str, shape: tuple[int, int], padded: int, axis: str) -> ParamSpec:
+    """A matrix ``[out, padded]`` sharded by columns; columns beyond the checkpoint's are zero."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        lo, hi = index[1].start, index[1].stop
+        part = source.read(name)[:, min(lo, shape[1]) : min(hi, shape[1])]
+        return np.pad(part, ((0, 0), (0, hi - lo - part.shape[1])))
+
+    return ParamSpec((shape[0], padded), (None, axis), {name: shape}, fill)
+
+
+def _pad_rows(part: np.ndarray, count: int) -> np.ndarray:
+    missing = count - part.shape[0]
+    return np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)]) if missing else part

@@ -1,0 +1,197 @@
+"""The programs of an engine: every function the runner calls, with the abstract arguments it is compiled for.
+
+A step runs ``embed``, then the layers, then ``pick`` (the rows that sample), ``logits`` and one of the samplers. Layers with
+equal specs share one program of ``layers_per_program`` layers: one layer a program loads and compiles fastest and costs a
+CPU nothing; on a GPU one program of all layers saves launches. Both forms run the same functions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve import decoder, sampler
+from jaxserve.batch import CHOICE_FIELDS, ints_size, split_ints
+from jaxserve.buckets import Buckets, StepBucket
+from jaxserve.cache_spec import CacheSpec
+from jaxserve.config import LayerSpec, ModelConfig
+from jaxserve.executables import Program
+from jaxserve.params import Params, Specs, abstract
+from jaxserve.request import MAX_LOGPROBS
+from jaxserve.sharding import sharding
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that one call of a ``layers`` program computes."""
+
+    first: int
+    specs: tuple[LayerSpec, ...]
+    kind: int
+    """Segments of equal kind have equal specs, and share a program."""
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + len(self.specs))
+
+
+def segments(cfg: ModelConfig, layers_per_program: int) -> tuple[Segment, ...]:
+    """Cut the layers into calls of at most ``layers_per_program`` (0: all)."""
+    size = layers_per_program or cfg.num_layers
+    parts = [cfg.layers[i : i + size] for i in range(0, cfg.num_layers, size)]
+    kinds = list(dict.fromkeys(parts))
+    return tuple(Segment(i * size, part, kinds.index(part)) for i, part in enumerate(parts))
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """Everything the programs of one engine are made from."""
+
+    cfg: ModelConfig
+    mesh: Mesh
+    buckets: Buckets
+    cache: CacheSpec
+    specs: Specs
+    dtype: str
+    num_pages: int
+    page_size: int
+    width: int
+    """Pages of the longest sequence."""
+    max_num_seqs: int
+    segments: tuple[Segment, ...]
+
+    def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(self.mesh, axes))
+
+    @property
+    def params(self) -> Params:
+        """Abstract parameters."""
+        return abstract(self.specs, self.dtype, self.mesh)
+
+    @property
+    def kv(self) -> decoder.KV:
+        """Abstract pages of one layer."""
+        shape = self.cache.page_shape(self.num_pages, self.page_size)
+        pages = self.array(shape, self.cache.dtype, (None, "kv_heads", None, None))
+        return (pages, pages)
+
+    @property
+    def last_token(self) -> jax.ShapeDtypeStruct:
+        return self.array((self.max_num_seqs + 1,), jnp.int32)
+
+    @property
+    def vocab(self) -> int:
+        """Physical vocabulary: padded to the devices."""
+        return self.specs["embed"].shape[0]
+
+    @property
+    def slot_state(self) -> sampler.SlotState:
+        shapes = sampler.slot_state_shapes(self.max_num_seqs + 1, self.vocab)
+        return jax.tree.map(lambda s: self.array(s.shape, s.dtype), shapes)
+
+    @property
+    def head_params(self) -> Params:
+        """The parameters the head reads."""
+        tree = self.params
+        return {name: tree[name] for name in ("norm", "head" if "head" in tree else "embed")}
+
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self.array((rows, self.cfg.hidden_size), jnp.float32)
+
+    def context(self, bucket: StepBucket) -> decoder.Context:
+        half = self.cfg.layers[0].rope.dim // 2
+        ropes = len(decoder.ropes(self.cfg))
+        return decoder.Context(
+            self.array((ropes, 2, bucket.tokens, half), jnp.float32),
+            self.array((3, bucket.tokens), jnp.int32),
+            self.array((bucket.rows, self.width), jnp.int32),
+            self.array((2, bucket.rows), jnp.int32),
+        )
+
+    def programs(self) -> Iterator[Program]:
+        """All of them; names are what the runner looks them up by."""
+        for bucket in self.buckets.steps():
+            yield self.embed(bucket)
+            for segment in {s.kind: s for s in self.segments}.values():
+                yield self.layers(bucket, segment)
+            for rows in sorted({self.buckets.sample_rows(bucket), *([self.buckets.block] if bucket.blocks else [])}):
+                yield self.pick(bucket, rows)
+        for rows in sorted({*self.buckets.samples, self.buckets.block}):
+            yield from self.heads(rows)
+        row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
+        state = self.slot_state
+        yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
+
+    def embed(self, bucket: StepBucket) -> Program:
+        def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:
+            tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
+            ctx = decoder.context(self.cfg, bucket, self.page_size, tables, spans)
+            return decoder.embed({"embed": table}, jnp.concatenate([last_token[slots], tokens])), ctx
+
+        ints = self.array((ints_size(bucket, self.width),), jnp.int32)
+        out = (self.hidden(bucket.tokens), self.context(bucket))
+        return self._program(f"embed {bucket}", embed, (self.params["embed"], self.last_token, ints), (), out)
+
+    def layers(self, bucket: StepBucket, segment: Segment) -> Program:
+        specs = segment.specs
+
+        def layers(weights: list, kvs: list, x: jax.Array, ctx: decoder.Context) -> tuple[list, jax.Array]:
+            out = []
+            for spec, weight, kv in zip(specs, weights, kvs, strict=True):
+                x, kv = decoder.layer(self.cfg, spec, bucket, weight, kv, x, ctx)
+                out.append(kv)
+            return out, x
+
+        weights = [self.params["layers"][i] for i in segment.indices]
+        kvs = [self.kv for _ in specs]
+        args = (weights, kvs, self.hidden(bucket.tokens), self.context(bucket))
+        name = f"layers {bucket} {segment.kind}"
+        return self._program(name, layers, args, (1,), (kvs, args[2]), about=str(specs))
+
+    def pick(self, bucket: StepBucket, rows: int) -> Program:
+        args = (self.hidden(bucket.tokens), self.array((rows,), jnp.int32))
+        return self._program(f"pick {bucket} {rows}", lambda x, picks: x[picks], args, (), self.hidden(rows))
+
+    def heads(self, rows: int) -> Iterator[Program]:
+        """Logits of ``rows`` hidden rows, and every way to use them."""
+        logits = self.array((rows, self.vocab), jnp.float32)
+        tokens = self.array((rows,), jnp.int32)
+        choice = self.array((rows, len(CHOICE_FIELDS)), jnp.int32)
+        last, state = self.last_token, self.slot_state
+
+        def head(weights: Params, x: jax.Array) -> jax.Array:
+            return decoder.head(self.cfg, weights, x)
+
+        def store(last_token: jax.Array, packed: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return last_token.at[packed[:, 0]].set(tokens), tokens
+
+        def greedy(logits: jax.Array, last_token: jax.Array, packed: jax.Array):
+            return store(last_token, packed, sampler.greedy(logits))
+
+        def random(logits: jax.Array, last_token: jax.Array, packed: jax.Array):
+            return store(last_token, packed, sampler.sample(logits, sampler.unpack(packed)))
+
+        def shaped(logits: jax.Array, last_token: jax.Array, packed: jax.Array, state: sampler.SlotState):
+            choice = sampler.unpack(packed)
+            tokens = sampler.sample(sampler.shape_logits(logits, choice, state), choice)
+            return *store(last_token, packed, tokens), sampler.count(state, choice, tokens)
+
+        def logprobs(logits: jax.Array, tokens: jax.Array) -> sampler.Logprobs:
+            return sampler.logprobs(logits, tokens, min(MAX_LOGPROBS, self.cfg.vocab_size))
+
+        yield self._program(f"logits {rows}", head, (self.head_params, self.hidden(rows)), (), logits)
+        yield self._program(f"greedy {rows}", greedy, (logits, last, choice), (1,), (last, tokens))
+        yield self._program(f"random {rows}", random, (logits, last, choice), (1,), (last, tokens))
+        args = (logits, last, choice, state)
+        yield self._program(f"shaped {rows}", shaped, args, (1, 3), (last, tokens, state))
+        yield self._program(f"logprobs {rows}", logprobs, (logits, tokens), (), sharding(self.mesh))
+
+    def _program(
+        self, name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...], out: Any, about: str = ""
+    ) -> Program:
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), out)
+        statics = f"{self.cfg} {self.page_size} {self.width} {about}"
+        return Program(name, function, args, donate, shardings, statics)

@@ -1,0 +1,117 @@
+"""The device's side of a step: owns the weights and ``DeviceState``, launches a ``StepBatch``, collects a ``StepResult``.
+
+``launch`` returns as soon as the step is queued on the device; ``collect`` waits for its small packed result. Everything
+that runs was compiled before ready, so no call here can trace or compile.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.batch import PromptRows, StepBatch
+from jaxserve.executables import Compiled
+from jaxserve.params import Params
+from jaxserve.programs import ProgramSet
+from jaxserve.sampler import Logprobs
+
+
+@dataclass
+class DeviceState:
+    """What stays on the devices between steps. Every program that changes a part of it takes it donated."""
+
+    last_token: jax.Array
+    """int32 ``[slots + 1]``: the token each slot feeds to its next decode step."""
+    slots: Any
+    """``sampler.SlotState``."""
+    kv: list[list[Any]]
+    """Pages by segment and layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought, on the host. ``tokens [sampled]``; log-probabilities where some row wanted them."""
+
+    tokens: np.ndarray
+    logprobs: Logprobs | None
+    prompt: list[tuple[PromptRows, Logprobs]]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step: device arrays on their way to the host."""
+
+    batch: StepBatch
+    tokens: jax.Array | None
+    logprobs: Logprobs | None
+    prompt: list[tuple[PromptRows, Logprobs]]
+
+
+class Runner:
+    """Runs steps of one engine. ``compiled`` are the programs of ``programs`` by name."""
+
+    def __init__(self, programs: ProgramSet, compiled: dict[str, Compiled], weights: Params):
+        self.programs = programs
+        self.compiled = compiled
+        self.weights = weights
+        self.head = {name: weights[name] for name in programs.head_params}
+        self.layers = [[weights["layers"][i] for i in s.indices] for s in programs.segments]
+        self.state = DeviceState(
+            last_token=_zeros(programs.last_token),
+            slots=jax.tree.map(_zeros, programs.slot_state),
+            kv=[[jax.tree.map(_zeros, programs.kv) for _ in s.specs] for s in programs.segments],
+        )
+
+    def launch(self, batch: StepBatch) -> InFlight:
+        """Queue a step. Its rows' ``last_token`` and KV are on the device for the next launch at once."""
+        run, state, bucket = self.compiled, self.state, batch.bucket
+        for slot, row in batch.slot_rows:
+            state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
+        x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
+        prefix = f"layers {bucket} "
+        for i, segment in enumerate(self.programs.segments):
+            state.kv[i], x = run[prefix + str(segment.kind)](self.layers[i], state.kv[i], x, ctx)
+        tokens = logprobs = None
+        if batch.sampled:
+            tokens, logprobs = self._sample(batch, x)
+        return InFlight(batch, tokens, logprobs, [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows])
+
+    def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs | None]:
+        run, state, rows = self.compiled, self.state, len(batch.picks)
+        logits = run[f"logits {rows}"](self.head, run[f"pick {batch.bucket} {rows}"](x, batch.picks))
+        args = (logits, state.last_token, batch.choice)
+        if batch.mode == "shaped":
+            state.last_token, tokens, state.slots = run[f"shaped {rows}"](*args, state.slots)
+        else:
+            state.last_token, tokens = run[f"{batch.mode} {rows}"](*args)
+        tokens.copy_to_host_async()
+        if not batch.logprobs:
+            return tokens, None
+        return tokens, _to_host(run[f"logprobs {rows}"](logits, tokens))
+
+    def _prompt(self, batch: StepBatch, x: jax.Array, rows: PromptRows) -> Logprobs:
+        run, count = self.compiled, len(rows.picks)
+        logits = run[f"logits {count}"](self.head, run[f"pick {batch.bucket} {count}"](x, rows.picks))
+        return _to_host(run[f"logprobs {count}"](logits, rows.targets))
+
+    def collect(self, step: InFlight) -> StepResult:
+        """Wait for a step and bring its result to the host."""
+        tokens = np.zeros(0, np.int32) if step.tokens is None else np.asarray(step.tokens)[: step.batch.sampled]
+        logprobs = None if step.logprobs is None else _numpy(step.logprobs)
+        return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt])
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+
+def _to_host(values: Logprobs) -> Logprobs:
+    for array in values:
+        array.copy_to_host_async()
+    return values
+
+
+def _numpy(values: Logprobs) -> Logprobs:
+    return Logprobs(*(np.asarray(array) for array in values))

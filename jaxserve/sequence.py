@@ -1,0 +1,113 @@
+"""A request inside the engine: one ``Sequence`` a completion, and where it stands. Imports no jax."""
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion of one prompt.
+
+    ``computed`` counts positions whose KV is in the cache or on its way there, ``in_flight`` the steps that touch it and are
+    not collected yet, ``pending`` the tokens they will bring. It holds ``slot`` and ``pages`` while RUNNING, and afterwards
+    until nothing is in flight.
+    """
+
+    request_id: str
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    """Most tokens, prompt and output."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The token sequences that ``params.bad_words`` stand for."""
+    priority: int = 0
+    arrival: int = 0
+    arrived_at: float = field(default_factory=time.monotonic)
+    output: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    prefill_end: int = 0
+    """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
+    in_flight: int = 0
+    pending: int = 0
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def __len__(self) -> int:
+        """Tokens known: prompt and collected output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Lower goes first: priority, then arrival."""
+        return (self.priority, self.arrival, self.index)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prefill_end
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def host_driven(self) -> bool:
+        """True where the next token's bans depend on the last token, so that steps cannot run ahead of the host."""
+        return bool(self.params.bad_words)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens at positions ``[start, stop)``."""
+        edge = len(self.prompt)
+        if stop <= edge:
+            return self.prompt[start:stop]
+        if start >= edge:
+            return self.output[start - edge : stop - edge]
+        return self.prompt[start:] + self.output[: stop - edge]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens ``[start, start + count)`` of a sequence to compute in a step; ``final`` chunks sample a token."""
+
+    seq: Sequence
+    start: int
+    count: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The host's decision for one step: sequences that decode one token, and chunks of prompts."""
+
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Sequences that get a token from this step, in the order of the sampling rows."""
+        return self.decodes + [chunk.seq for chunk in self.chunks if chunk.final]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.decodes + [chunk.seq for chunk in self.chunks]

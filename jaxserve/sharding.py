@@ -1,0 +1,75 @@
+"""Where arrays live: the device mesh, the rules from logical to mesh axes, and the physical layout of attention heads.
+
+A weight or cache names its dimensions by logical axes ("kv_heads", "ff", "vocab"); ``RULES`` says which mesh axis shards
+each. Heads rarely divide by the number of devices, so ``HeadLayout`` pads and replicates them once, at load.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+RULES: dict[str, str | None] = {"kv_heads": "tensor", "ff": "tensor", "vocab": "tensor"}
+"""Logical axis to mesh axis; an axis that is not listed is replicated."""
+
+
+def make_mesh(tensor_parallel: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-dimensional mesh ``("tensor",)`` over the first devices. Raises ValueError where there are too few."""
+    devices = list(devices if devices is not None else jax.devices())
+    if len(devices) < tensor_parallel:
+        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(devices)} device(s) are visible")
+    return Mesh(np.array(devices[:tensor_parallel]), ("tensor",))
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None] = ()) -> NamedSharding:
+    """The sharding of an array whose dimensions carry these logical axes (none: replicated)."""
+    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
+
+
+def pad_to_multiple(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Physical heads: ``kv_heads`` groups of ``group`` query heads, ``kv_heads`` a multiple of the devices.
+
+    ``kv_source[j]`` is the checkpoint's KV head behind physical KV head j and ``q_source[j]`` its query heads; -1 stands
+    for a padding head of zero weights, which attends but whose output meets zero columns of the output projection.
+    """
+
+    kv_source: tuple[int, ...]
+    q_source: tuple[tuple[int, ...], ...]
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.kv_source)
+
+    @property
+    def group(self) -> int:
+        return len(self.q_source[0])
+
+
+def head_layout(num_heads: int, num_kv_heads: int, tensor_parallel: int) -> HeadLayout:
+    """Lay ``num_heads`` query and ``num_kv_heads`` KV heads out over the devices.
+
+    KV heads are padded with zero heads until they divide, or are divided by, the number of devices; where there are
+    fewer than devices each is replicated, and its query heads are split (and padded) among the replicas.
+    """
+    group = num_heads // num_kv_heads
+    padded = num_kv_heads
+    while padded % tensor_parallel and tensor_parallel % padded:
+        padded += 1
+    replicas = max(1, tensor_parallel // padded)
+    share = -(-group // replicas)
+    kv_source: list[int] = []
+    q_source: list[tuple[int, ...]] = []
+    for head in range(padded):
+        for replica in range(replicas):
+            real = head < num_kv_heads
+            mine = range(replica * share, (replica + 1) * share)
+            kv_source.append(head if real else -1)
+            q_source.append(tuple(head * group + i if real and i < group else -1 for i in mine))
+    return HeadLayout(tuple(kv_source), tuple(q_source))
