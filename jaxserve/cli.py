@@ -6,12 +6,12 @@ import logging
 import os
 import queue
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxserve import __version__
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.options import Parser, add_options, given
 from jaxserve.progress import Progress
@@ -68,7 +68,7 @@ def _fail(error: BaseException, status: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="jaxserve", description="An LLM inference engine in JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxserve {_version()}")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_generate(commands)
@@ -76,18 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("jaxserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
-    """Checked before anything is loaded. Raises ConfigError."""
-    return EngineConfig.from_options(parsed.model, given(parsed, EngineConfig))
+def _check_engine(parsed: argparse.Namespace) -> None:
+    """Raise ConfigError before anything is loaded."""
+    EngineConfig.from_options(parsed.model, given(parsed, EngineConfig))
 
 
 # -- serve ------------------------------------------------------------------------------------------------------------
@@ -105,7 +96,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    config = _engine_config(parsed)
+    _check_engine(parsed)
     import serve
 
     try:
@@ -114,7 +105,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from None
     bound = serve.bind(options)  # before the model is loaded: a port in use is known at once
-    with bound, _loaded(config) as llm:
+    with bound, _load(parsed) as llm:
         llm.print_report()
         status = serve.run(llm, options, bound=bound)
         if status != 0:  # cut short or dead: do not wait for a step that may never end
@@ -123,15 +114,11 @@ def _serve(parsed: argparse.Namespace) -> int:
     return status
 
 
-@contextmanager
-def _loaded(config: EngineConfig) -> Iterator[Any]:
-    import dataclasses
-
+def _load(parsed: argparse.Namespace) -> Any:
+    """The ``LLM``, a context manager. jax is imported here and no sooner."""
     import jaxserve
 
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    with jaxserve.LLM(fields.pop("model"), **fields) as llm:
-        yield llm
+    return jaxserve.LLM(parsed.model, **given(parsed, EngineConfig))
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -164,14 +151,14 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
-    config = _engine_config(parsed)
+    _check_engine(parsed)
     try:
         params = SamplingParams(**{"max_tokens": MAX_TOKENS, **given(parsed, SamplingParams)})
     except RequestError as error:
         raise UsageError(error) from None
     prompts = _prompts(parsed)
     output = open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout)  # noqa: SIM115
-    with output as out, _loaded(config) as llm:
+    with output as out, _load(parsed) as llm:
         if len(prompts) == 1 and params.n == 1 and not parsed.json:
             for delta in llm.stream(prompts[0], params):
                 if delta.error is not None:
@@ -304,7 +291,7 @@ def _add_convert(commands: Any) -> None:
 
 def _convert(parsed: argparse.Namespace) -> int:
     options = given(parsed, EngineConfig)
-    EngineConfig.from_options(parsed.source, options)
+    EngineConfig.from_options(str(parsed.source), options)
     if parsed.target.exists() and (not parsed.target.is_dir() or any(parsed.target.iterdir())):
         raise UsageError(f"{parsed.target} exists and is not an empty folder")
     from jaxserve.convert import convert

@@ -25,7 +25,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params = _params(body)
         prompts = [await encode_messages(body, state)]
         answer = _Answer(state, body, prompts, params)
-        with Generation(state, prompts, params, body.priority) as generation:
+        async with Generation(state, prompts, params, body.priority) as generation:
             if body.stream:
                 return await send_events(request, answer.stream(generation))
             return web.json_response(answer.whole((await generation.outputs())[0]))

@@ -1,5 +1,7 @@
 """From a parsed request to the engine and back: tokenize, submit, follow, and abort what was abandoned."""
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -7,10 +9,13 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from jaxserve.request import CompletionOutput, Delta, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
 from serve.errors import ApiError, unavailable
 from serve.protocol import Body, load_json, validate
 from serve.state import Channel, State
+
+SUBMIT_SECONDS = 0.01
+"""Longest that submitting many prompts holds the event loop at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +74,38 @@ class Generation:
         self._channel = Channel()
         self._open: dict[int, str] = {}
 
-    def __enter__(self) -> Self:
-        state = self._state
-        state.channels.add(self._channel)
+    async def __aenter__(self) -> Self:
+        self._state.channels.add(self._channel)
         try:
+            self._check_lengths()
+            begun = time.perf_counter()
             for index, prompt in enumerate(self._prompts):
-                self._open[index] = state.llm.submit(
-                    prompt.ids, self._params, on_delta=state.poster(self._channel, index), priority=self._priority
+                self._open[index] = self._state.llm.submit(
+                    prompt.ids,
+                    self._params,
+                    on_delta=self._state.poster(self._channel, index),
+                    priority=self._priority,
                 )
+                if time.perf_counter() - begun > SUBMIT_SECONDS:
+                    await asyncio.sleep(0)
+                    begun = time.perf_counter()
         except BaseException:
             self._close()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
+
+    def _check_lengths(self) -> None:
+        """Refuse what is hopelessly long at once: the engine looks at every token before it counts them."""
+        most = self._state.llm.max_model_len
+        for prompt in self._prompts:
+            if len(prompt.ids) > most:
+                message = f"the prompt has {len(prompt.ids)} tokens, and the context holds {most}, prompt and output"
+                raise RequestError(message, param="prompt", code="context_length_exceeded")
 
     def _close(self) -> None:
         self._state.channels.discard(self._channel)

@@ -194,7 +194,7 @@ class ChatTemplateFields(Body):
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise bad_request(message, param="continue_final_message")
         kwargs = self.chat_template_kwargs or {}
-        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+        for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
             if name in kwargs:
                 raise bad_request(f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}")
         opening = not self.continue_final_message if opening is None else opening

@@ -67,7 +67,7 @@ def _model_card(state: State) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
-        "max_model_len": state.llm.model_config.max_model_len,
+        "max_model_len": state.llm.max_model_len,
     }
 
 
@@ -131,7 +131,7 @@ async def _tokenize(request: web.Request) -> web.Response:
             text = await parse(value, TokenizeRequest, state)
             encode = partial(state.tokenizer.encode, text.prompt, add_special_tokens=text.add_special_tokens)
             ids, strings = await state.offload(len(text.prompt), encode), text.return_token_strs
-        most = state.llm.model_config.max_model_len
+        most = state.llm.max_model_len
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
         if strings:
             answer["token_strs"] = [state.token_text(token)[0] for token in ids]

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import importlib.metadata
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxserve import __version__
 from jaxserve.request import Delta
 from serve.errors import ApiError, unavailable
 from serve.options import ServerOptions
@@ -84,20 +84,13 @@ class Mailbox:
             channel.deliver(prompt, delta)
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("jaxserve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 class State:
     """One server over one engine. Lives on the event loop of its application."""
 
     def __init__(self, llm: Any, options: ServerOptions):
         self.llm, self.options = llm, options
         self.model_name: str = llm.config.served_name or llm.config.model
-        self.version = _version()
+        self.version = __version__
         self.created = int(time.time())
         self.draining = False
         self.engine_died = asyncio.Event()

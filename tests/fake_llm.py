@@ -87,7 +87,6 @@ class FakeLLM:
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer(add_bos=self.add_bos)
         self.config = SimpleNamespace(model="/models/tiny", served_name="tiny")
-        self.model_config = SimpleNamespace(max_model_len=self.max_model_len)
         self._metrics = EngineMetrics(model_name="tiny")
         self.metrics = self._metrics.registry
         self.state = Health()

@@ -13,6 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
+import jaxserve
 from serve import ServerOptions, bind, create_app, make_runner
 from serve.state import STATE
 from tests.fake_llm import FakeLLM
@@ -356,7 +357,7 @@ def test_small_routes(server):
     assert server.send("/ready")[:2] == (200, {"status": "ready"})
     assert server.send("/ping")[0] == 200
     assert server.send("/ping", raw=b"")[0] == 200
-    assert "version" in server.send("/version")[1]
+    assert server.send("/version")[1] == {"version": jaxserve.__version__}
     assert server.send("/v1/engine/report")[1] == {"model": "tiny"}
     assert "jaxserve:num_requests_running" in server.send("/metrics")[1]
     status, answer, _ = server.send("/v1/nothing")
@@ -463,6 +464,7 @@ BAD_CHATS = [
     ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"prompt": "Hi"}, "prompt"),
