@@ -20,8 +20,8 @@ from typing import Any
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which accepts no abbreviations."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, **kwargs: Any):
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> typing.NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -161,7 +161,8 @@ def test_a_port_in_use_is_named():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", -1), ("port", 70_000), ("max_body_bytes", 0), ("stall_seconds", 0), ("api_key", ("",))]
+    ("field", "value"),
+    [("port", -1), ("port", 70_000), ("max_body_bytes", 0), ("stall_seconds", 0), ("api_key", ("",))],
 )
 def test_bad_options_are_named(field, value):
     with pytest.raises(ValueError, match=field):
