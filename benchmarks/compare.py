@@ -52,7 +52,7 @@ class Record:
         """The best score that the machine allows."""
         job, itemsize = self.job, self.contender.itemsize
         if job.output_len == 1:
-            return 1 / size.prefill_seconds(machine, job.batch * job.input_len, itemsize)
+            return 1 / size.prefill_seconds(machine, job.batch, job.input_len, itemsize)
         if job.batch == 1:
             return 1 / size.step_seconds(machine, 1, job.input_len + job.output_len / 2, itemsize)
         seconds = size.job_seconds(machine, job.batch, job.input_len, job.output_len, itemsize)
@@ -206,6 +206,7 @@ def measure(args: argparse.Namespace, contenders: list[Contender]) -> None:
         vocab_size = min(worker.info.get("vocab_size") or 32000 for worker in workers)
         records = run_rounds(workers, jobs, args.rounds, vocab_size, args.seed)
         started = {w.contender.label: {"seconds": w.start_seconds, "info": w.info} for w in workers}
+    machine = machine.best(floor.measure(args.threads))
     show_records(records, size, machine)
     peaks = {r.contender.label: max((x.peak_rss for x in r.results), default=0) for r in records}
     rows = [[label, start["seconds"], peaks[label] / 2**30] for label, start in started.items()]

@@ -27,12 +27,18 @@ class Machine:
     read_bytes_per_second: float
     float32_flops: float
 
+    def best(self, other: "Machine") -> "Machine":
+        """The better of two measurements, each in itself: whatever disturbs one only lowers it."""
+        read = max(self.read_bytes_per_second, other.read_bytes_per_second)
+        return Machine(self.threads, read, max(self.float32_flops, other.float32_flops))
+
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a token costs: weights used for each token, and elements of K and V kept a token."""
+    """What a token costs: weights used for each token, how many of them are the head, elements of K and V kept."""
 
     parameters: int
+    head_parameters: int
     kv_elements_per_token: int
 
     @classmethod
@@ -50,7 +56,8 @@ class ModelSize:
             )
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return cls(parameters, 2 * config["num_hidden_layers"] * heads * head_dim)
+        head = config["vocab_size"] * config["hidden_size"]
+        return cls(parameters, head, 2 * config["num_hidden_layers"] * heads * head_dim)
 
     def step_seconds(self, machine: Machine, batch: int, context: float, itemsize: int) -> float:
         """Least time of a decode step, ``batch`` sequences of ``context`` tokens: the larger of reading and computing.
@@ -60,15 +67,19 @@ class ModelSize:
         read = (self.parameters + batch * context * self.kv_elements_per_token) * itemsize
         return max(read / machine.read_bytes_per_second, 2 * self.parameters * batch / machine.float32_flops)
 
-    def prefill_seconds(self, machine: Machine, tokens: int, itemsize: int) -> float:
-        """Least time to prefill ``tokens`` (the head counted for each, attention's own arithmetic not)."""
+    def prefill_seconds(self, machine: Machine, batch: int, tokens: int, itemsize: int) -> float:
+        """Least time to prefill ``tokens`` in each of ``batch`` prompts; only the last needs the head.
+
+        Attention's own arithmetic is not counted.
+        """
         read = self.parameters * itemsize
-        return max(read / machine.read_bytes_per_second, 2 * self.parameters * tokens / machine.float32_flops)
+        products = batch * ((self.parameters - self.head_parameters) * tokens + self.head_parameters)
+        return max(read / machine.read_bytes_per_second, 2 * products / machine.float32_flops)
 
     def job_seconds(self, machine: Machine, batch: int, input_len: int, output_len: int, itemsize: int) -> float:
         """Least time of a whole job: prefill, which yields the first token, and the other tokens' steps."""
         decode = self.step_seconds(machine, batch, input_len + output_len / 2, itemsize) * (output_len - 1)
-        return self.prefill_seconds(machine, batch * input_len, itemsize) + decode
+        return self.prefill_seconds(machine, batch, input_len, itemsize) + decode
 
 
 def _rate(threads: int, work: Callable[[int], Any], amount: float, seconds: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-CONSOLE = Console()
+CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
 PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy")
 
 

@@ -149,11 +149,16 @@ def test_a_lone_request_is_compared_by_decode_and_a_first_token_by_its_time():
 
 def test_the_floor_is_reading_for_one_and_arithmetic_for_many():
     machine = Machine(threads=2, read_bytes_per_second=15e9, float32_flops=242e9)
-    size = ModelSize(parameters=134_515_008, kv_elements_per_token=2 * 30 * 3 * 64)
+    size = ModelSize(parameters=134_515_008, head_parameters=49_152 * 576, kv_elements_per_token=2 * 30 * 3 * 64)
     one = 1 / size.step_seconds(machine, 1, 0, 4)
     assert one == pytest.approx(27.9, rel=0.01)
     assert 1 / size.step_seconds(machine, 1, 0, 2) == pytest.approx(2 * one)
     many = 1000 / size.step_seconds(machine, 1000, 0, 4)
     assert many == pytest.approx(242e9 / (2 * size.parameters))
-    whole = size.job_seconds(machine, 8, 128, 128, 4)
-    assert whole > size.prefill_seconds(machine, 8 * 128, 4) + 127 * size.step_seconds(machine, 8, 128, 4)
+    first = size.prefill_seconds(machine, 8, 128, 4)
+    assert first == pytest.approx(8 * 2 * (106_203_456 * 128 + 49_152 * 576) / 242e9)
+    assert size.job_seconds(machine, 8, 128, 128, 4) > first + 127 * size.step_seconds(machine, 8, 128, 4)
+
+
+def test_the_best_of_two_measurements_is_taken_figure_by_figure():
+    assert Machine(2, 10.0, 300.0).best(Machine(2, 15.0, 200.0)) == Machine(2, 15.0, 300.0)
