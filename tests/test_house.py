@@ -13,6 +13,7 @@ LEAVES = ("pallas_kernels", "checkpoints")
 HOST_POLICY = ("request", "pages", "prefix_cache", "scheduler", "buckets")
 PUBLIC_MODULES = ("jaxserve.request", "jaxserve.tokenizer")
 """What ``serve`` may import besides the names in ``jaxserve`` itself."""
+LIBRARY_VARIABLES = ("XLA_", "JAX_", "CUDA_", "NCCL_")
 MAX_LINES = 500
 
 
@@ -61,16 +62,23 @@ def jaxserve_module(name: str) -> str | None:
 
 
 def reads_environment(source: str) -> list[int]:
-    """Lines that use ``os.environ`` or ``os.getenv`` for anything but setting a variable for a library."""
+    """Lines that use ``os.environ`` or ``os.getenv`` for anything but a literally named variable of a library below us.
+
+    Those may be set before the library starts, and read where they shape what it compiles.
+    """
     tree = ast.parse(source)
-    set_only = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Attribute)
-    }
+    fine = set()
+    for node in ast.walk(tree):
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript):
+            key, used = node.slice, node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            key, used = node.args[0], node.func if node.func.attr == "getenv" else node.func.value
+        if isinstance(key, ast.Constant) and str(key.value).startswith(LIBRARY_VARIABLES):
+            fine.add(used)
     lines = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv") and node not in set_only:
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv") and node not in fine:
             lines.append(node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             lines.extend(node.lineno for alias in node.names if alias.name in ("environ", "environb", "getenv"))
@@ -150,8 +158,10 @@ def test_the_import_reader_sees_every_form(source, module, package, expected):
     assert set(imports(source, module, package=package)) == expected
 
 
-def test_the_environment_reader_tells_reading_from_setting():
+def test_the_environment_reader_tells_our_variables_from_the_libraries():
     assert reads_environment("import os\nx = os.environ['A']") == [2]
     assert reads_environment("import os\nx = os.getenv('A')\ny = os.environ.get('B')") == [2, 3]
     assert reads_environment("from os import environ") == [1]
-    assert reads_environment("import os\nos.environ['XLA_FLAGS'] = '--a'") == []
+    assert reads_environment("import os\nx = dict(os.environ)\ny = os.environ[name]") == [2, 3]
+    assert reads_environment("import os\nos.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + '--a'") == []
+    assert reads_environment("import os\nx = os.getenv('CUDA_VISIBLE_DEVICES')") == []
