@@ -17,14 +17,14 @@ from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.engine import Engine
-from jaxserve.executables import Compiled, ExecutableStore
+from jaxserve.executables import ExecutableStore
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
 from jaxserve.programs import ProgramSet, segments
 from jaxserve.progress import Progress
 from jaxserve.report import Report
-from jaxserve.runner import Runner
+from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import HeadLayout, head_layout, make_mesh
 from jaxserve.tokenizer import Tokenizer, TokenizerError
@@ -68,10 +68,7 @@ def build(config: EngineConfig) -> Built:
         specs = declare(model, config.tensor_parallel, source)
         store = ExecutableStore(config.cache_path, mesh.devices.flat)
         programs, limits = size(config, model, specs, dtype, mesh, store, report)
-        compiled, weights = _compile_and_load(config, programs, store, source, report)
-        with report.phase("allocate KV cache"):
-            runner = Runner(programs, compiled, weights)
-            jax.block_until_ready(runner.state.kv)
+        runner = _runner(config, programs, store, source, report)
         words = tokenizer.result()
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
@@ -217,21 +214,22 @@ def step_bytes(programs: ProgramSet, store: ExecutableStore) -> int:
     return largest
 
 
-def _compile_and_load(
-    config: EngineConfig,
-    programs: ProgramSet,
-    store: ExecutableStore,
-    source: checkpoints.Checkpoint,
-    report: Report,
-) -> tuple[dict[str, Compiled], params.Params]:
-    """Compile (or load) the programs while the weights load."""
-    everything = list(programs.programs())
-    with Progress(config.load_progress) as bars, ThreadPoolExecutor(1, "weights") as side:
+def _runner(
+    config: EngineConfig, programs: ProgramSet, store: ExecutableStore, source: checkpoints.Checkpoint, report: Report
+) -> Runner:
+    """Compile (or load) the programs while the weights load and the KV cache is made."""
+    with Progress(config.load_progress) as bars, ThreadPoolExecutor(2, "load") as side:
         weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"))
+        state = side.submit(_state, programs, store, report)
         with report.phase("programs (beside)"):
-            compiled = store.build_all(everything, progress=bars.bar("programs", "items"))
+            compiled = store.build_all(programs.programs(), progress=bars.bar("programs"))
         with report.phase("wait for weights"):
-            return compiled, weights.result()
+            return Runner(programs, compiled, weights.result(), state.result())
+
+
+def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:
+    with report.phase("KV cache (beside)"):
+        return jax.block_until_ready(DeviceState(*store.build(programs.zeros())()))
 
 
 def _load(

@@ -163,11 +163,15 @@ def _cpu_features() -> str:
         return platform.processor()
 
 
+_TRACED = ("batch", "buckets", "config", "decoder", "layers", "programs", "rope", "sampler", "sharding")
+"""Modules of ours that programs are traced from, beside the kernels."""
+
+
 def source_hash() -> str:
-    """Hash of the sources a program can be traced from: this package and the kernels."""
+    """Hash of the sources that shape programs. Editing anything else keeps the stored executables."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parent.parent
-    for folder in ("jaxserve", "pallas_kernels"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    files = [root / "jaxserve" / f"{name}.py" for name in _TRACED]
+    for path in [*files, *sorted((root / "pallas_kernels").rglob("*.py"))]:
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from jaxserve.config import ConfigError, EngineConfig
 
 GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.5
-CPU_KV_BYTES = 2 << 30
+CPU_KV_BYTES = 1 << 30
 """What a CPU gives the KV cache unless told otherwise: its memory is for others too."""
 
 

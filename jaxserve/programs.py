@@ -111,6 +111,16 @@ class ProgramSet:
             self.array((2, bucket.rows), jnp.int32),
         )
 
+    def zeros(self) -> Program:
+        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by segment and layer)."""
+        kv = [[self.kv for _ in segment.specs] for segment in self.segments]
+        shapes = (self.last_token, self.slot_state, kv)
+
+        def zeros():
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        return self._program("zeros", zeros, (), (), shapes, about=f"{shapes}")
+
     def programs(self) -> Iterator[Program]:
         """All of them; names are what the runner looks them up by."""
         for bucket in self.buckets.steps():

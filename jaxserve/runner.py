@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch import PromptRows, StepBatch
@@ -18,6 +17,7 @@ from jaxserve.programs import ProgramSet
 from jaxserve.sampler import Logprobs
 
 
+@jax.tree_util.register_dataclass
 @dataclass
 class DeviceState:
     """What stays on the devices between steps. Every program that changes a part of it takes it donated."""
@@ -52,17 +52,13 @@ class InFlight:
 class Runner:
     """Runs steps of one engine. ``compiled`` are the programs of ``programs`` by name."""
 
-    def __init__(self, programs: ProgramSet, compiled: dict[str, Compiled], weights: Params):
+    def __init__(self, programs: ProgramSet, compiled: dict[str, Compiled], weights: Params, state: DeviceState):
         self.programs = programs
         self.compiled = compiled
         self.weights = weights
         self.head = {name: weights[name] for name in programs.head_params}
         self.layers = [[weights["layers"][i] for i in s.indices] for s in programs.segments]
-        self.state = DeviceState(
-            last_token=_zeros(programs.last_token),
-            slots=jax.tree.map(_zeros, programs.slot_state),
-            kv=[[jax.tree.map(_zeros, programs.kv) for _ in s.specs] for s in programs.segments],
-        )
+        self.state = state
 
     def launch(self, batch: StepBatch) -> InFlight:
         """Queue a step. Its rows' ``last_token`` and KV are on the device for the next launch at once."""
@@ -101,10 +97,6 @@ class Runner:
         tokens = np.zeros(0, np.int32) if step.tokens is None else np.asarray(step.tokens)[: step.batch.sampled]
         logprobs = None if step.logprobs is None else _numpy(step.logprobs)
         return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt])
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
 
 def _to_host(values: Logprobs) -> Logprobs:
