@@ -9,7 +9,12 @@ import ml_dtypes
 import numpy as np
 
 from .checkpoint import Checkpoint, CheckpointError, RawFile, Rows, TensorInfo, digest, find_tensor, row_index
-from .gguf_config import config_from_metadata, generation_config_from_metadata, permuted_head_dim
+from .gguf_config import (
+    config_from_metadata,
+    generation_config_from_metadata,
+    optional_integer,
+    permuted_head_dim,
+)
 from .gguf_format import BLOCKS, GgufTensor, read_header
 from .gguf_tokenizer import tokenizer_files
 
@@ -52,7 +57,7 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self._header = read_header(path)
         metadata = self._header.metadata
-        split = metadata.get("split.count", 0)
+        split = optional_integer(path, metadata, "split.count") or 0
         if split > 1:
             raise CheckpointError(f"{path}: is one of {split} parts; merge a split GGUF into one file first")
         self._stored: dict[str, GgufTensor] = {}
@@ -62,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
         self._file = RawFile(path)
         try:
             self.config = config_from_metadata(path, metadata, self._header.tensors, self._rope_factors())
-            self.generation_config = generation_config_from_metadata(metadata)
+            self.generation_config = generation_config_from_metadata(path, metadata)
         except BaseException:
             self._file.close()
             raise

@@ -50,7 +50,7 @@ def config_from_metadata(
         CheckpointError: an unknown architecture, a missing key, or a feature these families do not have.
     """
     name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{path}: architecture {name!r} is not supported in GGUF; supported: {known}")
     keys = _Keys(path, name, metadata)
@@ -58,10 +58,10 @@ def config_from_metadata(
         if keys.get(key, neutral) != neutral:
             raise CheckpointError(f"{path}: {name}.{key} = {keys.get(key)!r} is not supported")
     model_type, class_name = ARCHITECTURES[name]
-    heads = keys.integer("attention.head_count")
-    hidden = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", hidden // heads)
-    if keys.integer("attention.value_length", head_dim) != head_dim:
+    heads = keys.positive("attention.head_count")
+    hidden = keys.positive("embedding_length")
+    head_dim = keys.positive("attention.key_length", hidden // heads)
+    if keys.positive("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{path}: {name}.attention.value_length differs from key_length; not supported")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -74,14 +74,14 @@ def config_from_metadata(
         "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "intermediate_size": keys.positive("feed_forward_length"),
+        "num_hidden_layers": keys.positive("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.positive("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": _shortest(keys.number("attention.layer_norm_rms_epsilon")),
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": keys.integer("context_length"),
+        "max_position_embeddings": keys.positive("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -91,23 +91,31 @@ def config_from_metadata(
     rope = _rope(keys, config, rope_factors)
     config["rope_parameters"] = rope
     config["rope_theta"] = rope["rope_theta"]
-    partial = keys.integer("rope.dimension_count", head_dim)
+    partial = keys.positive("rope.dimension_count", head_dim)
     if partial != head_dim:
         config["partial_rotary_factor"] = partial / head_dim
-    generation = generation_config_from_metadata(metadata)
+    generation = generation_config_from_metadata(path, metadata)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         config[key] = generation.get(key)
     return config
 
 
-def generation_config_from_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def optional_integer(path: Path, metadata: Mapping[str, Any], key: str) -> int | None:
+    value = metadata.get(key)
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{path}: {key} must be an integer, is {value!r}")
+    return value
+
+
+def generation_config_from_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """bos, pad, and every token that ends a turn or a text (eos, eot, eom)."""
-    ids = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    ends = list(dict.fromkeys(i for i in ids if i is not None))
+    names = ("bos", "eos", "eot", "eom", "padding")
+    ids = {name: optional_integer(path, metadata, f"tokenizer.ggml.{name}_token_id") for name in names}
+    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
     result = {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": ids["padding"],
     }
     return {key: value for key, value in result.items() if value is not None}
 
@@ -130,7 +138,7 @@ def _rope(keys: "_Keys", config: Mapping[str, Any], factors: list[float] | None)
             raise CheckpointError(
                 f"{keys.path}: rope_freqs.weight together with rope scaling {kind!r} is not supported"
             )
-        expected = keys.integer("rope.dimension_count", config["head_dim"]) // 2
+        expected = keys.positive("rope.dimension_count", config["head_dim"]) // 2
         if len(factors) != expected or not all(math.isfinite(f) and f > 0 for f in factors):
             raise CheckpointError(f"{keys.path}: tensor rope_freqs.weight must hold {expected} positive numbers")
         return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
@@ -176,6 +184,12 @@ class _Keys:
             value = value[0]
         if type(value) is not int:
             raise CheckpointError(f"{self.path}: {self.arch}.{key} must be an integer, is {value!r}")
+        return value
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self.integer(key, default)
+        if value <= 0:
+            raise CheckpointError(f"{self.path}: {self.arch}.{key} must be positive, is {value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

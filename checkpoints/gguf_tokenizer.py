@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import CheckpointError
+from .gguf_config import optional_integer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 _LLAMA3 = (
@@ -37,14 +38,12 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind == "no_vocab":
         return {}
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
-        raise CheckpointError(f"{path}: tokenizer.ggml.tokens must be a list of strings")
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    tokens = _list(path, metadata, "tokens", str)
+    types = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(path, metadata, "token_type", int, len(tokens))
     for name in ("bos", "eos", "unknown", "padding"):
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token_id = optional_integer(path, metadata, f"tokenizer.ggml.{name}_token_id")
         if token_id is not None and not 0 <= token_id < len(tokens):
             raise CheckpointError(f"{path}: tokenizer.ggml.{name}_token_id {token_id} is outside the vocabulary")
     if kind == "gpt2":
@@ -71,15 +70,22 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"tokenizer.json": document, "tokenizer_config.json": _config(metadata, tokens, add_bos, add_eos)}
 
 
+def _list(path: Path, metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise CheckpointError(f"{path}: tokenizer.ggml.{name} must be a list of {kind.__name__} values")
+    if length is not None and len(value) != length:
+        raise CheckpointError(f"{path}: tokenizer.ggml.{name} has {len(value)} entries for {length} tokens")
+    return value
+
+
 def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     stated = metadata.get("tokenizer.ggml.pre", "default")
     pre = _ALIASES.get(stated, stated)
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{path}: pre-tokenizer {stated!r} (tokenizer.ggml.pre) is not supported; known: {known}")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise CheckpointError(f"{path}: tokenizer.ggml.merges must be a list of strings")
+    merges = _list(path, metadata, "merges", str)
     pairs = [merge.split(" ") for merge in merges]
     for merge, pair in zip(merges, pairs, strict=True):
         if len(pair) != 2:
@@ -109,9 +115,7 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> d
 
 
 def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise CheckpointError(f"{path}: tokenizer.ggml.scores must hold one number a token")
+    scores = _list(path, metadata, "scores", float, len(tokens))
     vocab = _vocab(path, tokens)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -138,7 +142,7 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str], t
 
 def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[list[str]]:
     """SentencePiece joins the pair whose union scores best: as merges, every split of every piece, by score."""
-    pieces = {t: i for i, t in enumerate(tokens) if types[i] not in (_UNKNOWN, _CONTROL, 6)}
+    pieces = {t: i for i, t in enumerate(tokens) if types[i] not in (_UNKNOWN, _CONTROL, _BYTE)}
     found = []
     for piece, token_id in pieces.items():
         for cut in range(1, len(piece)):
