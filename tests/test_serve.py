@@ -11,78 +11,12 @@ from collections.abc import Iterator
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 
 import jaxserve
-from serve import ServerOptions, bind, create_app, make_runner
-from serve.state import STATE
 from tests.fake_llm import FakeLLM
+from tests.serving import Server, events, serving
 
 TEXT = "Hello, wörld! 😀"
-
-
-class Server:
-    """A server on a thread of its own, and plain requests to it."""
-
-    def __init__(self, llm: FakeLLM, **options):
-        self.llm = llm
-        self.options = ServerOptions(port=0, access_log=False, **options)
-        self._bound = bind(self.options)
-        self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(10)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._stop = asyncio.Event()
-        self._loop.run_until_complete(self._main())
-        self._loop.close()
-
-    async def _main(self) -> None:
-        app = create_app(self.llm, self.options)
-        self.state = app[STATE]
-        runner = make_runner(app, self.options)
-        await runner.setup()
-        await web.SockSite(runner, self._bound).start()
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
-        self.llm.close()
-
-    def send(self, path: str, body=None, *, raw: bytes | None = None, headers=None, method: str | None = None):
-        """(status, parsed body or text, headers)."""
-
-        async def go():
-            data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-            verb = method or ("GET" if data is None else "POST")
-            async with (
-                aiohttp.ClientSession() as session,
-                session.request(verb, self.url + path, data=data and io.BytesIO(data), headers=headers) as reply,
-            ):
-                text = await reply.text()
-                kind = reply.headers.get("Content-Type", "")
-                return reply.status, json.loads(text) if "json" in kind else text, reply.headers
-
-        return asyncio.run(go())
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0)
-
-
-@contextlib.contextmanager
-def serving(llm: FakeLLM | None = None, **options) -> Iterator[Server]:
-    server = Server(llm or FakeLLM(), **options)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +38,6 @@ def complete(server: Server, **fields):
 def chat(server: Server, **fields):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
     return server.send("/v1/chat/completions", body)
-
-
-def events(text: str) -> list[dict]:
-    """The JSON of every event of a stream, which must be well formed and end with [DONE]."""
-    assert text.endswith("\n\n")
-    parts = text[:-2].split("\n\n")
-    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
-    assert parts[-1] == "data: [DONE]"
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
 
 
 # The official client.
