@@ -2,9 +2,16 @@
 
 import argparse
 
-from benchmarks import compare, export, offline, serving, startup
+from benchmarks import compare, export, host, offline, serving, startup
 
-COMMANDS = {"offline": offline, "serving": serving, "startup": startup, "compare": compare, "export": export}
+COMMANDS = {
+    "offline": offline,
+    "serving": serving,
+    "startup": startup,
+    "host": host,
+    "compare": compare,
+    "export": export,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -26,4 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="jaxserve-test-compile-cache-")
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+
+
+@pytest.fixture(scope="session")
+def programs_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where every engine of the session keeps its compiled programs, so that each is compiled once."""
+    return str(tmp_path_factory.mktemp("programs"))
