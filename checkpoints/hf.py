@@ -8,7 +8,7 @@ alone and the package's numpy door knows no bfloat16.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -233,5 +233,5 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[int, int, TensorInf
     return begin, end, TensorInfo(tuple(shape), DTYPES[encoding], nbytes, encoding)
 
 
-def _sizes(value: Any) -> bool:
+def _sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)

@@ -50,9 +50,9 @@ def save_tree(path: Path | str, tree: Any, meta: Mapping[str, Any], assets: Mapp
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     draft.mkdir()
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        # Uncompressed: weights hardly shrink, and unpacking them would be the longest part of a start.
+        with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
             checkpointer.save(draft / _ARRAYS, tree)
-            checkpointer.wait_until_finished()
         (draft / _ASSETS).mkdir()
         for name, data in assets.items():
             (draft / _ASSETS / name).write_bytes(data)
@@ -88,8 +88,9 @@ def load_tree(path: Path | str, abstract_tree: Any) -> Any:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise CheckpointError(f"{path}: {'; '.join(sorted(faults)[:8])}{more}")
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(path / _ARRAYS, abstract_tree)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract_tree)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(path / _ARRAYS, item=abstract_tree, restore_args=restore_args)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{path / _ARRAYS}: cannot be loaded: {error}") from error
 

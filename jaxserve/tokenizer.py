@@ -1,8 +1,9 @@
 """Text to token ids and back, through the ``tokenizers`` library and the files that came with the model."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import tokenizers
 
@@ -11,6 +12,7 @@ from jaxserve.chat_template import ChatTemplate, ChatTemplateError
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
 
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPACE = "\u2581"  # SentencePiece's visible space
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEGACY_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
@@ -194,7 +196,7 @@ class Tokenizer:
         )
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
@@ -325,7 +327,7 @@ def _byte_table(
     else:
         for token, token_id in vocab.items():
             table[token_id] = token.replace(_SPACE, " ").encode()
-            if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            if has_bytes and _BYTE_TOKEN.fullmatch(token):
                 table[token_id] = bytes.fromhex(token[3:5])
     for token_id, content in added.items():
         table[token_id] = content.encode()

@@ -183,6 +183,14 @@ def test_sentencepiece_vocabulary(tmp_path):
     assert tokenizer.decode(tokenizer.encode("abc é 🎉")) == "abc é 🎉"
 
 
+def test_a_piece_that_only_looks_like_a_byte_is_text(tmp_path):
+    metadata = sentencepiece_metadata()
+    metadata["tokens"][-2] = "<0xZZ>"
+    tokenizer = gguf_tokenizer(tmp_path, **metadata)
+    assert tokenizer.token_str(len(metadata["tokens"]) - 2) == "<0xZZ>"
+    assert tokenizer.token_bytes(3 + 0xC3) == b"\xc3"
+
+
 def test_sentencepiece_without_space_prefix(tmp_path):
     tokenizer = gguf_tokenizer(tmp_path, **sentencepiece_metadata(), add_space_prefix=False)
     assert tokenizer.decode(tokenizer.encode(" abc")) == " abc"
