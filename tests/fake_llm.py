@@ -69,7 +69,7 @@ class Job:
 
 @dataclass
 class FakeLLM:
-    """Answers every prompt with ``answer``, a byte a step, until ``max_tokens`` or the end.
+    """Answers every prompt with ``answer``, a byte a step, until ``max_tokens`` or its end (anew with ``ignore_eos``).
 
     ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most_waiting`` refuses more.
     """
@@ -167,7 +167,8 @@ class FakeLLM:
             return self._end(job)
         if job.aborted:
             return self._end(job)
-        token = () if most == 0 else (answer[job.position % len(answer)],)
+        place = job.position % len(answer)
+        token = () if most == 0 else (answer[place],)
         job.position += 1
         reason = None
         if job.position >= most:
@@ -175,7 +176,7 @@ class FakeLLM:
         elif job.position >= len(answer) and not params.ignore_eos:
             reason = "stop"
         # The text of a character comes with its last byte.
-        done, before = answer[: job.position], answer[: max(job.position - 1, 0)]
+        done, before = answer[: place + 1], answer[:place]
         text = _whole(done)[len(_whole(before)) :] if token else ""
         if reason is not None and token:
             text = done.decode(errors="replace")[len(_whole(before)) :]
