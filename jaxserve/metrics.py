@@ -113,8 +113,8 @@ def _guarded[**P](method: Callable[P, None]) -> Callable[P, None]:
 class EngineMetrics(Collector):
     """All metrics of one engine, in a registry of their own.
 
-    ``registry`` (a new one where None) is what ``/metrics`` prints. ``model_name`` labels every sample. ``prefix`` stands
-    before every name. Every method may be called from any thread and never raises.
+    ``registry`` (a new one where None) is what ``/metrics`` prints. ``model_name`` labels every sample. ``prefix``
+    stands before every name. Every method may be called from any thread and never raises.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str = "", prefix: str = "jaxserve:"):

@@ -91,3 +91,12 @@ def events(text: str) -> list[dict]:
     assert all(part.startswith("data: ") and "\n" not in part for part in parts)
     assert parts[-1] == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+def complete(server: Server, **fields):
+    return server.send("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens": 100} | fields)
+
+
+def chat(server: Server, **fields):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
+    return server.send("/v1/chat/completions", body)
