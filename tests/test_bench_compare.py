@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,6 +75,25 @@ def test_a_worker_answers_jobs_and_is_stopped_in_between(fake):
             if os.path.exists("/proc"):
                 wait_for(lambda: state(worker._process.pid) == "T")
     assert worker._process.returncode is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_stopped_workers_end_with_a_driver_that_is_killed(fake):
+    contender = fake()
+    code = (
+        "import pathlib, time\n"
+        "from benchmarks import workers\n"
+        f"workers.PEERS = pathlib.Path({str(workers.PEERS)!r})\n"
+        "contender = workers.Contender(engine='fake', model='none')\n"
+        "worker = workers.Worker(contender, threads=1, max_seqs=4, max_len=64)\n"
+        "print(worker._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([contender.python, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        pid = int(driver.stdout.readline())
+        wait_for(lambda: state(pid) == "T")
+        driver.kill()
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}") or state(pid) == "Z")
 
 
 def test_a_worker_that_cannot_load_says_why(fake):

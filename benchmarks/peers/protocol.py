@@ -10,9 +10,12 @@ worker. Whatever the engine prints goes to standard error.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -28,6 +31,12 @@ def peak_rss():
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def die_with_parent():
+    """Have Linux kill this process when its driver ends, however it ends: a stopped worker would not see it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
 def pin(threads):
@@ -64,6 +73,7 @@ def parse_arguments():
 def serve(load):
     """Run a worker. ``load(args)`` returns ``(info, run)``: a dict about the engine, and
     ``run(prompts, max_tokens) -> (token_ids, ttft)``."""
+    die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
