@@ -4,13 +4,14 @@ A leaf of the house: nothing here imports jaxserve.
 """
 
 from .checkpoint import Checkpoint, CheckpointError, TensorInfo
-from .orbax import load_tree, read_meta, save_tree
+from .orbax import OrbaxCheckpoint, load_tree, read_meta, save_tree
 from .resolve import EMBEDDED_MODEL, open_checkpoint, resolve_model
 
 __all__ = [
     "EMBEDDED_MODEL",
     "Checkpoint",
     "CheckpointError",
+    "OrbaxCheckpoint",
     "TensorInfo",
     "load_tree",
     "open_checkpoint",

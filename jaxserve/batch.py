@@ -184,7 +184,7 @@ class Packer:
             "seed_low": seq.seed & 0xFFFFFFFF,
             "seed_high": (seq.seed >> 32) & 0xFFFFFFFF,
             "temperature": 0.0 if greedy else params.temperature,
-            "top_k": max(params.top_k, 0),
+            "top_k": min(max(params.top_k, 0), self.vocab_size),
             "top_p": params.top_p,
             "min_p": params.min_p,
             "shaped": int(params.shapes_logits),

@@ -1,7 +1,6 @@
 """From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,24 +110,17 @@ def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: M
     if config.dtype != "auto":
         return config.dtype
     if source.format == "gguf":
-        kinds = {str(info.dtype) for info in source.tensors.values() if len(info.shape) > 1}
-        return "float32" if kinds == {"float32"} and not _quantized(source) else "bfloat16"
+        encodings = {info.encoding for info in source.tensors.values() if len(info.shape) > 1}
+        return "float32" if encodings == {"F32"} else "bfloat16"
     return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
-
-
-def _quantized(source: checkpoints.Checkpoint) -> bool:
-    return any(info.nbytes < math.prod(info.shape) * 2 for info in source.tensors.values() if len(info.shape) > 1)
 
 
 def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
     """The model's parameters, checked against the checkpoint's tensors."""
-    if source.format == "orbax":
-        layout = source.config.get("jaxserve_layout", {})
-        tied = not any("head" in name.split(".") for name in source.tensors)
-        specs = dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
-        if layout.get("tensor_parallel") not in (None, tensor_parallel):
-            _check_layout(model, layout["tensor_parallel"], tensor_parallel)
-        return specs
+    if isinstance(source, checkpoints.OrbaxCheckpoint):
+        _check_layout(model, source.meta["layout"]["tensor_parallel"], tensor_parallel)
+        tied = "head" not in source.tensors
+        return dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
     specs = dense.param_specs(model, tensor_parallel, source.tensors)
     params.check(specs, source, dense.IGNORED_TENSORS)
     return specs

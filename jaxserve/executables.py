@@ -14,8 +14,9 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ class ExecutableStore:
         self.environment = _environment(self.devices)
         self.tally = Tally()
         self._lock = threading.Lock()
+        self._compiling = 0
+        self._cache_was_on = True
 
     def build_all(
         self,
@@ -97,7 +100,25 @@ class ExecutableStore:
 
     def _compile(self, program: Program) -> Any:
         jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out_shardings)
-        return jitted.lower(*program.args).compile()
+        lowered = jitted.lower(*program.args)
+        with self._fresh_compilation():
+            return lowered.compile()
+
+    @contextmanager
+    def _fresh_compilation(self) -> Iterator[None]:
+        """Keep jax's own compilation cache out: what it returns on a CPU serializes to something that cannot run."""
+        with self._lock:
+            if self._compiling == 0:
+                self._cache_was_on = jax.config.jax_enable_compilation_cache
+                jax.config.update("jax_enable_compilation_cache", False)
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compiling -= 1
+                if self._compiling == 0:
+                    jax.config.update("jax_enable_compilation_cache", self._cache_was_on)
 
     def _key(self, program: Program) -> str:
         leaves, tree = jax.tree.flatten(program.args)

@@ -41,7 +41,7 @@ class EngineDeadError(RuntimeError):
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
-    number = float(value)
+    number = math.inf if isinstance(value, int) and abs(value) > 1 << 64 else float(value)
     if not math.isfinite(number):
         raise RequestError(f"{name} must be finite, got {value!r}", param=name)
     if number < low or number > high or (low_open and number == low):

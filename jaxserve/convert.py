@@ -1,0 +1,49 @@
+"""``jaxserve convert``: write a checkpoint as the engine keeps it, so that serving it needs no conversion."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+from jaxserve import models, params
+from jaxserve.build import declare, resolve_dtype
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.sharding import make_mesh
+
+ASSETS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def convert(
+    src: str,
+    dst: str | Path,
+    *,
+    tensor_parallel: int = 1,
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Load ``src`` as an engine with these options would and write the tree to the new folder ``dst`` (orbax).
+
+    The folder remembers the layout of its heads: it serves at this ``tensor_parallel``, and at others that lay them out alike.
+    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
+    """
+    config = EngineConfig(model=src, tensor_parallel=tensor_parallel, dtype=dtype)
+    with checkpoints.open_checkpoint(checkpoints.resolve_model(src)) as source:
+        if source.format == "orbax":
+            raise ConfigError(f"{src} is a converted folder already")
+        model = models.model_config(source.config)
+        mesh = make_mesh(tensor_parallel)
+        specs = declare(model, tensor_parallel, source)
+        kind = resolve_dtype(config, source, model)
+        weights = params.load(specs, source, kind, mesh, progress)
+        meta = {
+            "config": {**source.config, "dtype": kind},
+            "generation_config": source.generation_config,
+            "layout": {"tensor_parallel": tensor_parallel, "dtype": kind},
+        }
+        assets = {name: data for name in ASSETS if (data := source.asset(name)) is not None}
+        checkpoints.save_tree(dst, weights, meta, assets)
