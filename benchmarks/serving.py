@@ -257,7 +257,7 @@ async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def show(run: dict[str, Any]) -> None:
     rate, concurrency = run["request_rate"] or "unlimited", run["max_concurrency"] or "unlimited"
-    names = ("mean", "median", "std", "p50", "p90", "p99")
+    names = ("mean", "median", "std", "p90", "p99")
     rows = [[name.upper() + " ms", *(run[f"{name}_ms"].get(column) for column in names)] for name in METRICS]
     goodput = "" if run["request_goodput"] is None else f", {run['request_goodput']:.2f} within the goals"
     caption = (

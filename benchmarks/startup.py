@@ -126,6 +126,11 @@ def run(args: argparse.Namespace) -> None:
                 continue
             for phase in group[0]["phases"]:
                 rows.append([f"{door}, {caches}: {phase}", median(s["phases"][phase] for s in group)])
+                if phase == "ready" and "report" in group[0]:
+                    rows += [
+                        [f"    of which {name}", median(s["report"]["phases"].get(name, 0.0) for s in group)]
+                        for name in group[0]["report"]["phases"]
+                    ]
             rows.append([f"{door}, {caches}: process start to first token", median(s["total"] for s in group)])
     report.show("Start-up, seconds (medians)", ["phase", "s"], rows)
     report.save_json(args.json, {"benchmark": "startup", "environment": where, "starts": starts})
