@@ -20,7 +20,7 @@ from jaxserve.executables import ExecutableStore
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
-from jaxserve.programs import ProgramSet, segments
+from jaxserve.programs import ProgramSet
 from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
@@ -155,14 +155,13 @@ def size(
     longest = _max_model_len(config, model)
     layout = head_layout(model.num_heads, model.num_kv_heads, config.tensor_parallel)
     cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, dtype)
-    per_program = config.layers_per_program
-    cut = segments(model, per_program if per_program is not None else (0 if gpu else 1))
+    per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
     page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
 
     def programs(num_pages: int, max_model_len: int) -> ProgramSet:
         width = -(-max_model_len // config.page_size)
         return ProgramSet(
-            model, mesh, buckets, cache, specs, dtype, num_pages, config.page_size, width, max_num_seqs, cut
+            model, mesh, buckets, cache, specs, dtype, num_pages, config.page_size, width, max_num_seqs, per_program
         )
 
     weights = params.nbytes(specs, dtype) // config.tensor_parallel
@@ -199,7 +198,10 @@ def step_bytes(programs: ProgramSet, store: ExecutableStore) -> int:
     """Bytes of temporaries and outputs of the largest step, by the compiler's own account."""
     bucket = max(programs.buckets.steps(), key=lambda b: b.tokens)
     largest = 0
-    for program in (programs.layers(bucket, programs.segments[0]), *programs.heads(programs.buckets.samples[-1])):
+    for program in (
+        programs.layers(bucket, programs.segments(bucket)[0]),
+        *programs.heads(programs.buckets.samples[-1]),
+    ):
         analysis = getattr(store.build(program), "memory_analysis", lambda: None)()
         if analysis is not None:
             largest = max(largest, analysis.temp_size_in_bytes + analysis.output_size_in_bytes)

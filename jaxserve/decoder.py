@@ -98,10 +98,10 @@ def _attention(
 
 
 def _mlp(params: Params, x: jax.Array) -> jax.Array:
-    both = linear(x, params["gate_up"])  # [T, 2, F]
-    if "gate_up_bias" in params:
-        both = both + params["gate_up_bias"]
-    out = linear(jax.nn.silu(both[:, 0]) * both[:, 1], params["down"])
+    gate, up = linear(x, params["gate"]), linear(x, params["up"])  # [T, F]
+    if "gate_bias" in params:
+        gate, up = gate + params["gate_bias"], up + params["up_bias"]
+    out = linear(jax.nn.silu(gate) * up, params["down"])
     return out + params["down_bias"] if "down_bias" in params else out
 
 

@@ -12,15 +12,16 @@ from jaxserve.rope import RopeConfig
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``.
 
-    Weights keep the orientation they have on disk. A single 16-bit row is doubled: XLA's CPU backend has no fast path
-    for it (25 times slower than two rows).
+    Weights keep the orientation they have on disk, and are contracted as matrices: XLA's CPU backend copies a weight of
+    more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times slower).
     """
     rows = x.shape[0]
     x = x.astype(weight.dtype)
     if rows == 1 and weight.dtype.itemsize < 4:
         x = jnp.concatenate([x, x])
-    out = lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32)
-    return out[:rows]
+    matrix = weight.reshape(-1, weight.shape[-1])
+    out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return out[:rows].reshape(rows, *weight.shape[:-1])
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

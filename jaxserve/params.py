@@ -157,27 +157,16 @@ def vector(name: str, size: int) -> ParamSpec:
     return ParamSpec((size,), (None,), {name: (size,)}, lambda source, i: source.read(name)[i], True, True)
 
 
-def rows(name: str, shape: tuple[int, int], padded: int, axis: str) -> ParamSpec:
-    """A matrix ``[padded, in]`` sharded by rows; rows beyond the checkpoint's ``shape[0]`` are zero."""
+def rows(name: str, shape: tuple[int, ...], padded: int, axis: str) -> ParamSpec:
+    """A tensor ``[padded, ...]`` sharded by rows; rows beyond the checkpoint's ``shape[0]`` are zero."""
 
     def fill(source: Source, index: Index) -> np.ndarray:
         lo, hi = index[0].start, index[0].stop
         part = source.read(name, slice(min(lo, shape[0]), min(hi, shape[0])))
-        return _pad_rows(part, hi - lo)
+        missing = hi - lo - part.shape[0]
+        return np.concatenate([part, np.zeros((missing, *shape[1:]), part.dtype)]) if missing else part
 
-    return ParamSpec((padded, shape[1]), (axis, None), {name: shape}, fill)
-
-
-def stacked_rows(names: tuple[str, ...], shape: tuple[int, ...], padded: int, axis: str) -> ParamSpec:
-    """Equal tensors ``[out, ...]`` stacked to ``[len(names), padded, ...]``, sharded by ``out`` (gate and up)."""
-
-    def fill(source: Source, index: Index) -> np.ndarray:
-        lo, hi = index[1].start, index[1].stop
-        parts = [source.read(n, slice(min(lo, shape[0]), min(hi, shape[0]))) for n in names[index[0]]]
-        return np.stack([_pad_rows(part, hi - lo) for part in parts])
-
-    tail = (None,) * (len(shape) - 1)
-    return ParamSpec((len(names), padded, *shape[1:]), (None, axis, *tail), dict.fromkeys(names, shape), fill)
+    return ParamSpec((padded, *shape[1:]), (axis, *(None,) * (len(shape) - 1)), {name: shape}, fill)
 
 
 def columns(name: str, shape: tuple[int, int], padded: int, axis: str) -> ParamSpec:
@@ -189,8 +178,3 @@ def columns(name: str, shape: tuple[int, int], padded: int, axis: str) -> ParamS
         return np.pad(part, ((0, 0), (0, hi - lo - part.shape[1])))
 
     return ParamSpec((shape[0], padded), (None, axis), {name: shape}, fill)
-
-
-def _pad_rows(part: np.ndarray, count: int) -> np.ndarray:
-    missing = count - part.shape[0]
-    return np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)]) if missing else part

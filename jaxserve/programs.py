@@ -1,8 +1,9 @@
 """The programs of an engine: every function the runner calls, with the abstract arguments it is compiled for.
 
 A step runs ``embed``, then the layers, then ``pick`` (the rows that sample), ``logits`` and one of the samplers. Layers with
-equal specs share one program of ``layers_per_program`` layers: one layer a program loads and compiles fastest and costs a
-CPU nothing; on a GPU one program of all layers saves launches. Both forms run the same functions.
+equal specs share one program of a few layers: one layer a program loads and compiles fastest and costs a CPU nothing but
+in the smallest steps, where the calls show; on a GPU one program of all layers saves launches. Every form runs the same
+functions.
 """
 
 from collections.abc import Iterator
@@ -38,9 +39,12 @@ class Segment:
         return range(self.first, self.first + len(self.specs))
 
 
-def segments(cfg: ModelConfig, layers_per_program: int) -> tuple[Segment, ...]:
-    """Cut the layers into calls of at most ``layers_per_program`` (0: all)."""
-    size = layers_per_program or cfg.num_layers
+SMALL_STEP, SMALL_STEP_LAYERS = 2, 6
+"""Up to so many tokens a CPU's step has so many layers a program (measured: 25 ms a token instead of 30)."""
+
+
+def cut_layers(cfg: ModelConfig, size: int) -> tuple[Segment, ...]:
+    """Cut the layers into calls of at most ``size`` layers."""
     parts = [cfg.layers[i : i + size] for i in range(0, cfg.num_layers, size)]
     kinds = list(dict.fromkeys(parts))
     return tuple(Segment(i * size, part, kinds.index(part)) for i, part in enumerate(parts))
@@ -61,7 +65,15 @@ class ProgramSet:
     width: int
     """Pages of the longest sequence."""
     max_num_seqs: int
-    segments: tuple[Segment, ...]
+    layers_per_program: int | None
+    """0 means all; None one, but for the smallest steps."""
+
+    def segments(self, bucket: StepBucket) -> tuple[Segment, ...]:
+        """The calls that a step of this shape makes."""
+        size = self.layers_per_program
+        if size is None:
+            size = SMALL_STEP_LAYERS if bucket.tokens <= SMALL_STEP else 1
+        return cut_layers(self.cfg, size or self.cfg.num_layers)
 
     def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(self.mesh, axes))
@@ -112,8 +124,8 @@ class ProgramSet:
         )
 
     def zeros(self) -> Program:
-        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by segment and layer)."""
-        kv = [[self.kv for _ in segment.specs] for segment in self.segments]
+        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by layer)."""
+        kv = [self.kv] * self.cfg.num_layers
         shapes = (self.last_token, self.slot_state, kv)
 
         def zeros():
@@ -125,7 +137,7 @@ class ProgramSet:
         """All of them; names are what the runner looks them up by."""
         for bucket in self.buckets.steps():
             yield self.embed(bucket)
-            for segment in {s.kind: s for s in self.segments}.values():
+            for segment in {s.kind: s for s in self.segments(bucket)}.values():
                 yield self.layers(bucket, segment)
             for rows in sorted({self.buckets.sample_rows(bucket), *([self.buckets.block] if bucket.blocks else [])}):
                 yield self.pick(bucket, rows)

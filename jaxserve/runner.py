@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxserve.batch import PromptRows, StepBatch
+from jaxserve.buckets import StepBucket
 from jaxserve.executables import Compiled
 from jaxserve.params import Params
 from jaxserve.programs import ProgramSet
@@ -26,8 +27,8 @@ class DeviceState:
     """int32 ``[slots + 1]``: the token each slot feeds to its next decode step."""
     slots: Any
     """``sampler.SlotState``."""
-    kv: list[list[Any]]
-    """Pages by segment and layer."""
+    kv: list[Any]
+    """``decoder.KV`` of every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,16 @@ class Runner:
         self.compiled = compiled
         self.weights = weights
         self.head = {name: weights[name] for name in programs.head_params}
-        self.layers = [[weights["layers"][i] for i in s.indices] for s in programs.segments]
+        self.calls = {bucket: self._calls(bucket) for bucket in programs.buckets.steps()}
         self.state = state
+
+    def _calls(self, bucket: StepBucket) -> list[tuple[Compiled, list[Params], slice]]:
+        """The layer calls of a step: program, weights, and which layers."""
+        calls = []
+        for segment in self.programs.segments(bucket):
+            where = slice(segment.indices.start, segment.indices.stop)
+            calls.append((self.compiled[f"layers {bucket} {segment.kind}"], self.weights["layers"][where], where))
+        return calls
 
     def launch(self, batch: StepBatch) -> InFlight:
         """Queue a step. Its rows' ``last_token`` and KV are on the device for the next launch at once."""
@@ -66,9 +75,8 @@ class Runner:
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
-        prefix = f"layers {bucket} "
-        for i, segment in enumerate(self.programs.segments):
-            state.kv[i], x = run[prefix + str(segment.kind)](self.layers[i], state.kv[i], x, ctx)
+        for call, weights, where in self.calls[bucket]:
+            state.kv[where], x = call(weights, state.kv[where], x, ctx)
         tokens = logprobs = None
         if batch.sampled:
             tokens, logprobs = self._sample(batch, x)

@@ -91,6 +91,6 @@ def test_text_of_a_real_answer(smollm2: jaxserve.LLM) -> None:
 
 def test_chat_uses_the_models_template(smollm2: jaxserve.LLM) -> None:
     case = next(c for c in REAL["cases"] if c["kind"] == "chat")
-    (output,) = smollm2.chat(case["prompt"], max_tokens=8, temperature=0.0, ignore_eos=True)
+    (output,) = smollm2.chat(case["messages"], max_tokens=8, temperature=0.0, ignore_eos=True)
     assert output.prompt_token_ids == case["prompt_token_ids"]
     assert output.outputs[0].token_ids == case["token_ids"][:8]

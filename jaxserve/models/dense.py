@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import ConfigError, LayerSpec, ModelConfig
-from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, stacked_rows, vector
+from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.rope import RopeError, parse_rope
 from jaxserve.sharding import HeadLayout, head_layout, pad_to_multiple
 
@@ -81,7 +81,8 @@ def _layer(cfg: ModelConfig, layout: HeadLayout, tensor_parallel: int, prefix: s
         "qkv": _qkv(cfg, layout, attn, "weight", (hidden,)),
         "o": _output(cfg, layout, attn + "o_proj.weight"),
         "mlp_norm": vector(prefix + "post_attention_layernorm.weight", hidden),
-        "gate_up": stacked_rows((mlp + "gate_proj.weight", mlp + "up_proj.weight"), (ff, hidden), wide, "ff"),
+        "gate": rows(mlp + "gate_proj.weight", (ff, hidden), wide, "ff"),
+        "up": rows(mlp + "up_proj.weight", (ff, hidden), wide, "ff"),
         "down": columns(mlp + "down_proj.weight", (hidden, ff), wide, "ff"),
     }
     if cfg.qkv_bias:
@@ -89,7 +90,8 @@ def _layer(cfg: ModelConfig, layout: HeadLayout, tensor_parallel: int, prefix: s
     if cfg.o_bias:
         specs["o_bias"] = vector(attn + "o_proj.bias", hidden)
     if cfg.mlp_bias:
-        specs["gate_up_bias"] = stacked_rows((mlp + "gate_proj.bias", mlp + "up_proj.bias"), (ff,), wide, "ff")
+        specs["gate_bias"] = rows(mlp + "gate_proj.bias", (ff,), wide, "ff")
+        specs["up_bias"] = rows(mlp + "up_proj.bias", (ff,), wide, "ff")
         specs["down_bias"] = vector(mlp + "down_proj.bias", hidden)
     if cfg.qk_norm:
         specs["q_norm"] = vector(attn + "q_norm.weight", cfg.head_dim)
