@@ -206,7 +206,10 @@ class Packer:
         if params.allowed_token_ids is not None:
             allowed[:] = False
             allowed[list(params.allowed_token_ids)] = True
-        allowed[banned_tokens(seq)] = False
+        kept = allowed.copy()
+        kept[banned_tokens(seq)] = False
+        if kept.any():  # a bad word gives way where nothing else could be chosen
+            allowed = kept
         hold = np.zeros(vocab, bool)
         hold[[*params.stop_token_ids, *(() if params.ignore_eos else self.stop_ids)]] = True
         ids = np.full(MAX_LOGIT_BIAS, vocab, np.int32)

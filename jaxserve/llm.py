@@ -6,7 +6,7 @@ import random
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -44,6 +44,7 @@ class LLM:
         self._seeds = random.Random(self.config.seed)
         self._seeds_lock = threading.Lock()
         self.compilations_after_ready = 0
+        self._listener: Callable[..., None] | None = None
         self._watch_compilation()
         self._engine.start()
 
@@ -144,6 +145,9 @@ class LLM:
     def close(self) -> None:
         """Stop the engine; open requests end with "abort"."""
         self._engine.close()
+        if self._listener is not None:
+            jax.monitoring.unregister_event_duration_listener(self._listener)
+            self._listener = None
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +183,7 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model has not", param="stop")
         bad = self._bad_words(params)
+        self._check_choice_left(params, bad)
         request_id = f"req-{uuid.uuid4().hex}"
         if params.echo and text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -250,6 +255,19 @@ class LLM:
                     out.append(ids)
         return tuple(out)
 
+    def _check_choice_left(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+        """Refuse a request that may choose no token at all."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {word[0] for word in bad if len(word) == 1}
+        if params.min_tokens:
+            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._built.eos_ids)}
+        if not left:
+            raise RequestError(
+                "allowed_token_ids leaves no token to choose once bad_words and min_tokens have taken theirs",
+                param="allowed_token_ids",
+            )
+
     def _fresh_seed(self) -> int:
         with self._seeds_lock:
             return self._seeds.getrandbits(63)
@@ -266,6 +284,7 @@ class LLM:
                     raise RuntimeError(f"a program was compiled after ready ({seconds:.2f} s)")
 
         jax.monitoring.register_event_duration_secs_listener(listen)
+        self._listener = listen
 
 
 def _is_messages(prompt: Any) -> bool:
