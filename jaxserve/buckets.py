@@ -1,7 +1,7 @@
 """Every static shape the engine may run. Imports no jax.
 
-A step is a ``StepBucket``: decode rows and blocks of prompt tokens. Rows that sample are counted by a ladder of their own,
-since the head and the sampler do not care where a row came from.
+A step is a ``StepBucket``: decode rows and blocks of prompt tokens. Rows that sample are counted by a ladder of their
+own, since the head and the sampler do not care where a row came from.
 """
 
 from collections.abc import Sequence

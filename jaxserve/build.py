@@ -54,7 +54,10 @@ class Built:
 
 
 def build(config: EngineConfig) -> Built:
-    """Make an engine ready. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong."""
+    """Make an engine ready.
+
+    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
+    """
     report = Report()
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))

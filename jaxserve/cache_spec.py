@@ -14,7 +14,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class CacheSpec:
     """A cache shared by a group of layers with equal records: K and V heads of one token, in one dtype.
 
-    On the devices each layer holds two arrays ``[P, K, G, D]`` (pages, KV heads, tokens a page, head dim), sharded over K.
+    On the devices each layer holds two arrays ``[P, K, G, D]`` (pages, KV heads, tokens a page, head dim), sharded over
+    K.
     """
 
     kind: Literal["paged"]

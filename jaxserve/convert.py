@@ -28,8 +28,9 @@ def convert(
 ) -> None:
     """Load ``src`` as an engine with these options would and write the tree to the new folder ``dst`` (orbax).
 
-    The folder remembers the layout of its heads: it serves at this ``tensor_parallel``, and at others that lay them out alike.
-    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
+    The folder remembers the layout of its heads: it serves at this ``tensor_parallel``, and at others that lay them out
+    alike. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is
+    wrong.
     """
     config = EngineConfig(model=src, tensor_parallel=tensor_parallel, dtype=dtype)
     with checkpoints.open_checkpoint(checkpoints.resolve_model(src)) as source:

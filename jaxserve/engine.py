@@ -1,7 +1,8 @@
 """The engine loop, in a thread that owns the device: schedule N + 1, launch N + 1, collect N.
 
-Requests come in through a locked inbox and leave as ``Delta`` objects handed to their callback on this thread. A failure that
-belongs to one sequence ends that request; a failure of the device ends the engine, and every request is told.
+Requests come in through a locked inbox and leave as ``Delta`` objects handed to their callback on this thread. A
+failure that belongs to one sequence ends that request; a failure of the device ends the engine, and every request is
+told.
 """
 
 import logging

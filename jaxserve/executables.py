@@ -1,8 +1,9 @@
 """Compiled programs, kept on disk: lower from abstract shapes, compile in threads, serialize; next time only load.
 
-An entry's key covers everything that shapes the machine code: versions, XLA flags, device kind and count, CPU features, the
-program's own description (model config, shapes, dtypes, shardings) and a hash of our sources. Entries are executable code:
-the folder is private to the user. A damaged or stale entry is discarded with one line saying why, and rebuilt.
+An entry's key covers everything that shapes the machine code: versions, XLA flags, device kind and count, CPU
+features, the program's own description (model config, shapes, dtypes, shardings) and a hash of our sources. Entries are
+executable code: the folder is private to the user. A damaged or stale entry is discarded with one line saying why, and
+rebuilt.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ _MAGIC = b"jaxserve-exe-1\n"
 
 @dataclass(frozen=True)
 class Program:
-    """A function to compile for abstract arguments. ``about`` must tell apart functions that close over different statics."""
+    """A function to compile for abstract arguments. ``about`` tells functions with different statics apart."""
 
     name: str
     function: Callable[..., Any]

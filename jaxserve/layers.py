@@ -13,7 +13,8 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``.
 
     Weights keep the orientation they have on disk, and are contracted as matrices: XLA's CPU backend copies a weight of
-    more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times slower).
+    more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times
+    slower).
     """
     rows = x.shape[0]
     x = x.astype(weight.dtype)

@@ -7,7 +7,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard, cast
 
 import jax
 
@@ -30,7 +30,8 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class LLM:
     """A model ready to generate. Owns one engine thread; a context manager; every method may be called from any thread.
 
-    Keywords are the fields of ``EngineConfig``. Raises ``ConfigError`` or ``checkpoints.CheckpointError`` naming what is wrong.
+    Keywords are the fields of ``EngineConfig``. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or
+    ``WeightError`` naming what is wrong.
     """
 
     def __init__(self, model: str = "smollm2-135m", **engine_options: Any):
@@ -60,10 +61,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt, in one batch, and return the outputs in the order of the prompts.
 
-        ``params`` is for all, or one for each; instead of it, its fields may be given as keywords. Raises ``RequestError``
-        naming the offending prompt or field, before anything runs.
+        ``params`` is for all, or one for each; instead of it, its fields may be given as keywords. Raises
+        ``RequestError`` naming the offending prompt or field, before anything runs.
         """
-        many = [prompts] if _is_prompt(prompts) else list(prompts)
+        many = [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         each = self._params(params, sampling, len(many))
         done: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         ready = [self._prepare(prompt, p, done.put) for prompt, p in zip(many, each, strict=True)]
@@ -214,7 +215,7 @@ class LLM:
         if isinstance(prompt, str):
             text, ids = prompt, self._words().encode(prompt)
         elif _is_messages(prompt):
-            text = self._words().apply_chat_template([dict(m) for m in prompt])  # type: ignore[arg-type]
+            text = self._words().apply_chat_template([dict(m) for m in prompt])
             ids = self._words().encode(text, add_special_tokens=False)
         else:
             ids = list(prompt)  # type: ignore[arg-type]
@@ -234,7 +235,7 @@ class LLM:
         return self.tokenizer
 
     def _limit(self, ids: list[int], params: SamplingParams) -> int:
-        """Most tokens of the sequence. A prompt that leaves no room is refused; max_tokens beyond the context is capped."""
+        """Most tokens of the sequence. A prompt without room is refused; max_tokens beyond the context is capped."""
         longest, room = self.max_model_len, 0 if params.max_tokens == 0 else 1
         if len(ids) + max(room, params.min_tokens) > longest:
             raise RequestError(
@@ -276,22 +277,22 @@ class LLM:
         """Count compilations on the engine's thread from now on; an error there where the config forbids them."""
         thread, me = self._engine.thread, weakref.ref(self)
 
-        def listen(event: str, seconds: float, **_: Any) -> None:
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event == _COMPILE_EVENT and threading.current_thread() is thread and (llm := me()) is not None:
                 llm.compilations_after_ready += 1
                 llm._built.metrics.compiled_after_ready(1)
                 if llm.config.forbid_compile:
-                    raise RuntimeError(f"a program was compiled after ready ({seconds:.2f} s)")
+                    raise RuntimeError(f"a program was compiled after ready ({duration_secs:.2f} s)")
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         self._listener = listen
 
 
-def _is_messages(prompt: Any) -> bool:
+def _is_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return bool(prompt) and not isinstance(prompt, str) and all(isinstance(item, Mapping) for item in prompt)
 
 
-def _is_prompt(prompts: Any) -> bool:
+def _is_prompt(prompts: Any) -> TypeGuard[Prompt]:
     """True for one prompt, False for a list of them."""
     if isinstance(prompts, str):
         return True

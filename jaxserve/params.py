@@ -1,7 +1,7 @@
 """Weights: one declaration each, from which follow abstract shape, sharding, reading from a checkpoint and random init.
 
-A tree of ``ParamSpec`` mirrors the tree of parameters. ``load`` reads shard by shard: for every device it reads only the
-rows that device keeps, so that host memory holds no more than a few shards at a time.
+A tree of ``ParamSpec`` mirrors the tree of parameters. ``load`` reads shard by shard: for every device it reads only
+the rows that device keeps, so that host memory holds no more than a few shards at a time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +47,7 @@ class ParamSpec:
 
 Specs = Any  # a pytree of ParamSpec
 Params = Any  # the same tree of jax arrays
+Abstract = Any  # a jax.ShapeDtypeStruct, or a tree of them, in the place of the arrays it describes
 
 
 def _leaves(specs: Specs) -> list[ParamSpec]:
@@ -61,7 +62,7 @@ def _dtype(spec: ParamSpec, dtype: str) -> jnp.dtype:
     return jnp.dtype("float32" if spec.float32 else dtype)
 
 
-def abstract(specs: Specs, dtype: str, mesh: Mesh) -> Params:
+def abstract(specs: Specs, dtype: str, mesh: Mesh) -> Abstract:
     """The same tree of ``jax.ShapeDtypeStruct`` with shardings: enough to compile, and to restore into."""
     return _map(lambda s: jax.ShapeDtypeStruct(s.shape, _dtype(s, dtype), sharding=sharding(mesh, s.axes)), specs)
 
@@ -72,7 +73,10 @@ def nbytes(specs: Specs, dtype: str) -> int:
 
 
 def check(specs: Specs, source: Source, ignored: Iterable[str] = ()) -> None:
-    """Compare names and shapes with the checkpoint. Raises ``WeightError`` listing what is missing, unused or misshapen."""
+    """Compare names and shapes with the checkpoint.
+
+    Raises ``WeightError`` listing what is missing, unused or misshapen.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for spec in _leaves(specs):
         expected.update(spec.pieces)
@@ -105,8 +109,8 @@ def load(
         kind = _dtype(spec, dtype)
         memory: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas of a shard are read once
 
-        def part(index: Index) -> np.ndarray:
-            bounds = tuple(s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True))
+        def part(index: Index | None) -> np.ndarray:
+            bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), spec.shape, strict=True))
             if bounds not in memory:
                 values = spec.fill(source, tuple(slice(*b) for b in bounds))
                 memory[bounds] = _aligned(values, kind)
@@ -139,11 +143,11 @@ def random(specs: Specs, dtype: str, mesh: Mesh, seed: int = 0) -> Params:
     leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
 
     def make(number: int, spec: ParamSpec) -> jax.Array:
-        def part(index: Index) -> np.ndarray:
-            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
+        def part(index: Index | None) -> np.ndarray:
+            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index or (), spec.shape, strict=True))
             if spec.ones:
                 return np.ones(shape, _dtype(spec, dtype))
-            rng = np.random.default_rng([seed, number, *(s.start or 0 for s in index)])
+            rng = np.random.default_rng([seed, number, *(s.start or 0 for s in index or ())])
             scale = np.float32(spec.shape[-1] ** -0.5)
             return (rng.standard_normal(shape, np.float32) * scale).astype(_dtype(spec, dtype))
 

@@ -1,9 +1,9 @@
 """The programs of an engine: every function the runner calls, with the abstract arguments it is compiled for.
 
-A step runs ``embed``, then the layers, then ``pick`` (the rows that sample), ``logits`` and one of the samplers. Layers with
-equal specs share one program of a few layers: one layer a program loads and compiles fastest and costs a CPU nothing but
-in the smallest steps, where the calls show; on a GPU one program of all layers saves launches. Every form runs the same
-functions.
+A step runs ``embed``, then the layers, then ``pick`` (the rows that sample), ``logits`` and one of the samplers. Layers
+with equal specs share one program of a few layers: one layer a program loads and compiles fastest and costs a CPU
+nothing but in the smallest steps, where the calls show; on a GPU one program of all layers saves launches. Every form
+runs the same functions.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import LayerSpec, ModelConfig
 from jaxserve.executables import Program
-from jaxserve.params import Params, Specs, abstract
+from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sharding import sharding
 
@@ -75,7 +75,7 @@ class ProgramSet:
             size = SMALL_STEP_LAYERS if bucket.tokens <= SMALL_STEP else 1
         return cut_layers(self.cfg, size or self.cfg.num_layers)
 
-    def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
+    def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> Abstract:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(self.mesh, axes))
 
     @property
@@ -91,7 +91,7 @@ class ProgramSet:
         return (pages, pages)
 
     @property
-    def last_token(self) -> jax.ShapeDtypeStruct:
+    def last_token(self) -> Abstract:
         return self.array((self.max_num_seqs + 1,), jnp.int32)
 
     @property
@@ -110,7 +110,7 @@ class ProgramSet:
         tree = self.params
         return {name: tree[name] for name in ("norm", "head" if "head" in tree else "embed")}
 
-    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+    def hidden(self, rows: int) -> Abstract:
         return self.array((rows, self.cfg.hidden_size), jnp.float32)
 
     def context(self, bucket: StepBucket) -> decoder.Context:
@@ -201,7 +201,7 @@ class ProgramSet:
             tokens = sampler.sample(sampler.shape_logits(logits, choice, state), choice)
             return *store(last_token, packed, tokens), sampler.count(state, choice, tokens)
 
-        def logprobs(logits: jax.Array, tokens: jax.Array) -> sampler.Logprobs:
+        def logprobs(logits: jax.Array, tokens: jax.Array) -> sampler.Logprobs[jax.Array]:
             return sampler.logprobs(logits, tokens, min(MAX_LOGPROBS, self.cfg.vocab_size))
 
         yield self._program(f"logits {rows}", head, (self.head_params, self.hidden(rows)), (), logits)

@@ -1,7 +1,7 @@
 """What a user may ask for and what comes back: sampling parameters, requests, outputs and the errors of this border.
 
-Nothing here imports jax. Every validation that needs no model happens in ``SamplingParams.__post_init__``; the checks that
-need a vocabulary or a context length happen in ``SamplingParams.check``.
+Nothing here imports jax. Every validation that needs no model happens in ``SamplingParams.__post_init__``; the checks
+that need a vocabulary happen in ``SamplingParams.check``, those that need a context length in ``LLM``.
 """
 
 import dataclasses
@@ -216,7 +216,7 @@ def _logit_bias(value: object) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The chosen token's log-probability, its rank (1 is the likeliest), and the ``top`` likeliest, best first (nats)."""
+    """The chosen token's log-probability, its rank (1 is likeliest), and the ``top`` likeliest, best first (nats)."""
 
     token_id: int
     logprob: float

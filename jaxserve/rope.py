@@ -56,7 +56,7 @@ def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
-    """Interpolate channels that turn less than ``beta_slow`` times in the original context, keep those above ``beta_fast``."""
+    """Interpolate channels of less than ``beta_slow`` turns in the original context, keep those above ``beta_fast``."""
 
     def channel(turns: float) -> float:
         return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -99,7 +99,12 @@ def parse_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
         or hf.get("max_position_embeddings", 0)
     )
     beta = float(params.get("llama_4_scaling_beta") or 0.0)
-    common = {"theta": float(theta), "dim": dim, "query_scale_beta": beta, "original_max_position": original}
+    common: dict[str, Any] = {
+        "theta": float(theta),
+        "dim": dim,
+        "query_scale_beta": beta,
+        "original_max_position": original,
+    }
     if kind == "default":
         return RopeConfig(**common)
     if kind == "factors":

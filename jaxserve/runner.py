@@ -1,7 +1,7 @@
-"""The device's side of a step: owns the weights and ``DeviceState``, launches a ``StepBatch``, collects a ``StepResult``.
+"""The device's side of a step: owns weights and ``DeviceState``, launches a ``StepBatch``, collects a ``StepResult``.
 
-``launch`` returns as soon as the step is queued on the device; ``collect`` waits for its small packed result. Everything
-that runs was compiled before ready, so no call here can trace or compile.
+``launch`` returns as soon as the step is queued on the device; ``collect`` waits for its small packed result.
+Everything that runs was compiled before ready, so no call here can trace or compile.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class StepResult:
     """What a step brought, on the host. ``tokens [sampled]``; log-probabilities where some row wanted them."""
 
     tokens: np.ndarray
-    logprobs: Logprobs | None
-    prompt: list[tuple[PromptRows, Logprobs]]
+    logprobs: Logprobs[np.ndarray] | None
+    prompt: list[tuple[PromptRows, Logprobs[np.ndarray]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class InFlight:
 
     batch: StepBatch
     tokens: jax.Array | None
-    logprobs: Logprobs | None
-    prompt: list[tuple[PromptRows, Logprobs]]
+    logprobs: Logprobs[jax.Array] | None
+    prompt: list[tuple[PromptRows, Logprobs[jax.Array]]]
 
 
 class Runner:
@@ -82,7 +82,7 @@ class Runner:
             tokens, logprobs = self._sample(batch, x)
         return InFlight(batch, tokens, logprobs, [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows])
 
-    def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs | None]:
+    def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)
         logits = run[f"logits {rows}"](self.head, run[f"pick {batch.bucket} {rows}"](x, batch.picks))
         args = (logits, state.last_token, batch.choice)
@@ -95,7 +95,7 @@ class Runner:
             return tokens, None
         return tokens, _to_host(run[f"logprobs {rows}"](logits, tokens))
 
-    def _prompt(self, batch: StepBatch, x: jax.Array, rows: PromptRows) -> Logprobs:
+    def _prompt(self, batch: StepBatch, x: jax.Array, rows: PromptRows) -> Logprobs[jax.Array]:
         run, count = self.compiled, len(rows.picks)
         logits = run[f"logits {count}"](self.head, run[f"pick {batch.bucket} {count}"](x, rows.picks))
         return _to_host(run[f"logprobs {count}"](logits, rows.targets))
@@ -107,11 +107,11 @@ class Runner:
         return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt])
 
 
-def _to_host(values: Logprobs) -> Logprobs:
+def _to_host(values: Logprobs[jax.Array]) -> Logprobs[jax.Array]:
     for array in values:
         array.copy_to_host_async()
     return values
 
 
-def _numpy(values: Logprobs) -> Logprobs:
+def _numpy(values: Logprobs[jax.Array]) -> Logprobs[np.ndarray]:
     return Logprobs(*(np.asarray(array) for array in values))

@@ -1,19 +1,20 @@
 """Choosing tokens on the device: penalties, bans, temperature, top-k, top-p, min-p, Gumbel-max, log-probabilities.
 
-Every row carries its own parameters in ``Choice`` columns. Noise is a function of (seed, position, vocabulary id) alone,
-so a row's token does not depend on its neighbours, its place in the batch, or the batch's size.
+Every row carries its own parameters in ``Choice`` columns. Noise is a function of (seed, position, vocabulary id)
+alone, so a row's token does not depend on its neighbours, its place in the batch, or the batch's size.
 
-Thresholds for top-k and top-p are found by bisection over the bit patterns of float32 (monotone for positive numbers), which
-needs no sort of the vocabulary: 32 counting passes, exact, ties kept.
+Thresholds for top-k and top-p are found by bisection over the bit patterns of float32 (monotone for positive numbers),
+which needs no sort of the vocabulary: 30 counting passes, exact, ties kept.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batch import CHOICE_FIELDS, PROMPT_BIT
+from jaxserve.params import Abstract
 from jaxserve.request import MAX_LOGIT_BIAS
 
 
@@ -44,8 +45,9 @@ def unpack(packed: jax.Array) -> Choice:
 class SlotState(NamedTuple):
     """What the sampler remembers of every slot (one more than there are: the last is a dump).
 
-    counts: uint16 ``[slots, V]``, see PROMPT_BIT. allowed, hold: uint32 ``[slots, ceil(V / 32)]``, bit v % 32 of word v // 32
-    stands for token v. bias_ids: int32 ``[slots, MAX_LOGIT_BIAS]``, V where unused; bias: float32, the same shape.
+    counts: uint16 ``[slots, V]``, see PROMPT_BIT. allowed, hold: uint32 ``[slots, ceil(V / 32)]``, bit v % 32 of word
+    v // 32 stands for token v. bias_ids: int32 ``[slots, MAX_LOGIT_BIAS]``, V where unused; bias: float32, the same
+    shape.
     """
 
     counts: jax.Array
@@ -59,7 +61,7 @@ def slot_state_shapes(slots: int, vocab: int) -> SlotState:
     """Abstract shapes of ``SlotState``."""
     words = -(-vocab // 32)
 
-    def array(width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    def array(width: int, dtype: Any) -> Abstract:
         return jax.ShapeDtypeStruct((slots, width), dtype)
 
     return SlotState(
@@ -180,16 +182,16 @@ def threefry(key_low: jax.Array, key_high: jax.Array, high: jax.Array, low: jax.
     return a
 
 
-class Logprobs(NamedTuple):
+class Logprobs[Array](NamedTuple):
     """Log-probabilities in nats of S rows: the chosen token's, its rank (from 1), and the N likeliest, best first."""
 
-    chosen: jax.Array  # float32 [S]
-    rank: jax.Array  # int32 [S]
-    top_ids: jax.Array  # int32 [S, N]
-    top: jax.Array  # float32 [S, N]
+    chosen: Array  # float32 [S]
+    rank: Array  # int32 [S]
+    top_ids: Array  # int32 [S, N]
+    top: Array  # float32 [S, N]
 
 
-def logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> Logprobs:
+def logprobs(logits: jax.Array, tokens: jax.Array, top: int) -> Logprobs[jax.Array]:
     """Of the raw ``logits [S, V]`` and the chosen ``tokens [S]``."""
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)

@@ -2,8 +2,8 @@
 
 Every step, running sequences decode first; what is left of the prompt budget goes to prompts already begun, then to new
 ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are.
-When a running sequence needs a page and none is free, the one last in order is preempted: it gives everything back and is
-computed again later, its tokens kept. The first in order is never preempted, so something always progresses.
+When a running sequence needs a page and none is free, the one last in order is preempted: it gives everything back and
+is computed again later, its tokens kept. The first in order is never preempted, so something always progresses.
 """
 
 import bisect
@@ -67,7 +67,7 @@ class Scheduler:
         return chosen
 
     def _grow(self, seq: Sequence, tokens: int) -> bool:
-        """Give ``seq`` pages for ``tokens`` tokens, preempting later ones if need be. False where it must wait a step."""
+        """Give ``seq`` pages for ``tokens`` tokens, preempting later ones if need be. False: it must wait a step."""
         need = self.pool.pages_for(tokens) - len(seq.pages)
         if need <= 0:
             return True
@@ -137,7 +137,7 @@ class Scheduler:
                     self.add(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End ``seq`` in whatever state it is; its pages and slot go back now, or when no step in flight touches them."""
+        """End ``seq`` in whatever state; its pages and slot go back now, or when no step in flight touches them."""
         if seq.finished:
             return
         if seq.status is Status.RUNNING:

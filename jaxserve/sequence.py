@@ -17,9 +17,9 @@ class Status(enum.Enum):
 class Sequence:
     """One completion of one prompt.
 
-    ``computed`` counts positions whose KV is in the cache or on its way there, ``in_flight`` the steps that touch it and are
-    not collected yet, ``pending`` the tokens they will bring. It holds ``slot`` and ``pages`` while RUNNING, and afterwards
-    until nothing is in flight.
+    ``computed`` counts positions whose KV is in the cache or on its way there, ``in_flight`` the steps that touch it
+    and are not collected yet, ``pending`` the tokens they will bring. It holds ``slot`` and ``pages`` while RUNNING,
+    and afterwards until nothing is in flight.
     """
 
     request_id: str

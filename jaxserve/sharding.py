@@ -1,7 +1,7 @@
 """Where arrays live: the device mesh, the rules from logical to mesh axes, and the physical layout of attention heads.
 
-A weight or cache names its dimensions by logical axes ("kv_heads", "ff", "vocab"); ``RULES`` says which mesh axis shards
-each. Heads rarely divide by the number of devices, so ``HeadLayout`` pads and replicates them once, at load.
+A weight or cache names its dimensions by logical axes ("kv_heads", "ff", "vocab"); ``RULES`` says which mesh axis
+shards each. Heads rarely divide by the number of devices, so ``HeadLayout`` pads and replicates them once, at load.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,9 @@ def pad_to_multiple(size: int, multiple: int) -> int:
 class HeadLayout:
     """Physical heads: ``kv_heads`` groups of ``group`` query heads, ``kv_heads`` a multiple of the devices.
 
-    ``kv_source[j]`` is the checkpoint's KV head behind physical KV head j and ``q_source[j]`` its query heads; -1 stands
-    for a padding head of zero weights, which attends but whose output meets zero columns of the output projection.
+    ``kv_source[j]`` is the checkpoint's KV head behind physical KV head j and ``q_source[j]`` its query heads; -1
+    stands for a padding head of zero weights, which attends but whose output meets zero columns of the output
+    projection.
     """
 
     kv_source: tuple[int, ...]

@@ -57,8 +57,11 @@ def dense_config(
 
 
 def param_specs(cfg: ModelConfig, tensor_parallel: int, tensors: Any) -> Specs:
-    """Declare every weight of a dense decoder. ``tensors`` are the names on disk: a head that is there though the config
-    ties it is used, since it may differ from the embedding."""
+    """Declare every weight of a dense decoder.
+
+    ``tensors`` are the names on disk: a head that is there though the config ties it is used, since it may differ from
+    the embedding.
+    """
     layout = head_layout(cfg.num_heads, cfg.num_kv_heads, tensor_parallel)
     vocab = pad_to_multiple(cfg.vocab_size, tensor_parallel)
     table = (cfg.vocab_size, cfg.hidden_size)

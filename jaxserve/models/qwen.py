@@ -1,4 +1,4 @@
-"""Qwen2 (biases on q, k and v) and Qwen3 (norms on q and k instead); windows on some layers where the config says so."""
+"""Qwen2 (biases on q, k and v) and Qwen3 (norms on q and k instead); windows on layers where the config says so."""
 
 from typing import Any
 
