@@ -75,7 +75,7 @@ class StepBatch:
 
 
 def ints_size(bucket: StepBucket, width: int) -> int:
-    """Length of ``StepBatch.ints``: page tables ``[N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens ``[B*Q]``."""
+    """Length of ``StepBatch.ints``: tables ``[N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens ``[B*Q]``."""
     return bucket.rows * (width + 2) + bucket.tokens
 
 
