@@ -10,7 +10,6 @@ from pathlib import Path
 import gguf
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 import checkpoints
 from benchmarks import report
@@ -27,6 +26,10 @@ REWRITTEN = ("general.architecture", "general.file_type", "general.quantization_
 
 def write_folder(ckpt: checkpoints.Checkpoint, folder: Path, dtype: str) -> None:
     """One safetensors file, the config with ``dtype``, and the tokenizer's files. Holds the whole model in memory."""
+    try:
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError:
+        raise SystemExit("writing a folder needs safetensors: install jaxserve[bench]") from None
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: np.ascontiguousarray(ckpt.read(name).astype(DTYPES[dtype])) for name in ckpt.tensors}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
