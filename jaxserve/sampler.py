@@ -117,14 +117,20 @@ def sample(logits: jax.Array, choice: Choice) -> jax.Array:
 
     Gumbel-max (Gumbel 1954): argmax(logit + noise) is a draw from softmax(logit).
     """
-    scaled = logits / jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
-    scaled = scaled - scaled.max(-1, keepdims=True)
-    vocab = logits.shape[1]
+    scaled = logits - logits.max(-1, keepdims=True)  # first, so that no temperature is too low
+    scaled /= jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
+    noise = gumbel(choice, logits.shape[1])
+    noisy = lax.optimization_barrier(jnp.where(kept(scaled, choice), scaled + noise, -jnp.inf))
+    return jnp.where(choice.temperature > 0, greedy(noisy), greedy(logits))
+
+
+def kept(scaled: jax.Array, choice: Choice) -> jax.Array:
+    """Which tokens top-k, then top-p, then min-p leave of ``scaled [S, V]``, whose largest is 0; bool ``[S, V]``."""
+    vocab = scaled.shape[1]
     # The probabilities are positive floats up to 1, so their bit patterns order as they do.
     weight = jnp.exp(scaled)
     keys = lax.bitcast_convert_type(weight, jnp.int32)
-    limit = (choice.min_p[:, None] * 1.0).astype(jnp.float32)
-    keep = weight >= limit
+    keep = weight >= choice.min_p[:, None]
     wants_k = (choice.top_k > 0) & (choice.top_k < vocab)
     top_k = jnp.where(wants_k, choice.top_k, vocab)
 
@@ -139,10 +145,7 @@ def sample(logits: jax.Array, choice: Choice) -> jax.Array:
     kept_by_rank = lax.cond(jnp.any(wants_k), by_rank, lambda k: k, jnp.ones_like(keep))
     total = jnp.sum(jnp.where(kept_by_rank, weight, 0.0), -1)
     keep &= kept_by_rank
-    keep = lax.cond(jnp.any(choice.top_p < 1), by_mass, lambda k: k, keep)
-    noise = gumbel(choice, vocab)
-    noisy = lax.optimization_barrier(jnp.where(keep, scaled + noise, -jnp.inf))
-    return jnp.where(choice.temperature > 0, greedy(noisy), greedy(logits))
+    return lax.cond(jnp.any(choice.top_p < 1), by_mass, lambda k: k, keep)
 
 
 def _largest_floor(keys: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
