@@ -165,7 +165,8 @@ def gumbel(choice: Choice, vocab: int) -> jax.Array:
     position = lax.bitcast_convert_type(choice.position, jnp.uint32)[:, None]
     ids = lax.broadcasted_iota(jnp.uint32, shape, 1)
     bits = threefry(choice.seed_low[:, None], choice.seed_high[:, None], jnp.broadcast_to(position, shape), ids)
-    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
+    # 23 bits and a half are exact in float32; with 24 the last would round to 1, and its noise be infinite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
 
