@@ -87,8 +87,8 @@ def test_logits_are_shaped_by_definition() -> None:
         presence=rng.uniform(-2, 2, rows),
         frequency=rng.uniform(-2, 2, rows),
         repetition=rng.uniform(0.5, 2, rows),
-        position=rng.integers(0, 20, rows),
-        hold_until=rng.integers(0, 20, rows),
+        position=rng.integers(0, 3, rows),
+        hold_until=rng.integers(0, 3, rows),
     )
     ours = np.asarray(shape_logits(logits, choice, state))
     expected = shaped_by_definition(logits, choice, plain)
@@ -185,6 +185,14 @@ def test_kept_at_the_edges(name: str) -> None:
     assert mask.tolist() == [i < count for i in range(6)]
 
 
+def test_neighbouring_floats_are_told_apart() -> None:
+    scaled = np.log1p(-np.array([[0, 1, 2, 3]]) * 2.0**-24).astype(np.float32)
+    keys = np.asarray(jnp.exp(scaled)).view(np.int32)[0]
+    assert (np.diff(keys) == -1).all()
+    for k in (1, 2, 3):
+        assert np.asarray(kept(scaled, choices(1, top_k=k)))[0].sum() == k
+
+
 # -- the draw ---------------------------------------------------------------------------------------------------------
 
 
@@ -196,9 +204,9 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert np.asarray(sample(logits, choices(3, temperature=0))).tolist() == [0, 7, 0]
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-6])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1.2e-38, 1e-37, 1e-30, 1e-6])
 def test_a_very_low_temperature_is_as_good_as_greedy(temperature: float) -> None:
-    logits = np.random.default_rng(5).normal(0, 3, (16, VOCAB)).astype(np.float32)
+    logits = np.random.default_rng(5).normal(0, 30, (16, VOCAB)).astype(np.float32)
     tokens = np.asarray(sample(logits, choices(16, temperature=temperature)))
     assert tokens.tolist() == logits.argmax(1).tolist()
 
@@ -256,8 +264,19 @@ def test_noise_is_a_function_of_seed_position_and_token_alone() -> None:
     assert np.array_equal(np.asarray(gumbel(choice, VOCAB + 14))[:, :VOCAB], noise), (
         "padding the vocabulary changes nothing"
     )
-    expected = -np.log(-np.log(((numpy_threefry((1, 0), (4, 7))[0] >> 8) + 0.5) / 2**24))
-    assert noise[0, 7] == pytest.approx(expected, abs=1e-4)
+    uniform = [((numpy_threefry((1, 0), (4, v))[0] >> 9) + 0.5) / 2**23 for v in range(VOCAB)]
+    np.testing.assert_allclose(noise[0], -np.log(-np.log(uniform)), atol=1e-4)
+
+
+def test_noise_is_finite_at_both_ends_of_the_uniform_numbers() -> None:
+    """Counters whose first 24 bits are all ones, and all zeros: a token of infinite noise would always, or never, win."""
+    most, least = 3184748, 3695797
+    assert numpy_threefry((0, 0), (0, most))[0] >> 8 == 0xFFFFFF
+    assert numpy_threefry((0, 0), (1, least))[0] >> 8 == 0
+    noise = np.asarray(gumbel(choices(2, seed_low=0, position=[0, 1]), least + 1))
+    assert 15 < noise[0, most] < 18
+    assert noise[0, most] == noise[0].max()
+    assert -3 < noise[1, least] < -2.5
 
 
 def test_a_rows_token_does_not_depend_on_its_company() -> None:
