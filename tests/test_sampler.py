@@ -269,7 +269,7 @@ def test_noise_is_a_function_of_seed_position_and_token_alone() -> None:
 
 
 def test_noise_is_finite_at_both_ends_of_the_uniform_numbers() -> None:
-    """Counters whose first 24 bits are all ones, and all zeros: a token of infinite noise would always, or never, win."""
+    """Counters whose first 24 bits are all ones, and all zeros: a token of infinite noise would always or never win."""
     most, least = 3184748, 3695797
     assert numpy_threefry((0, 0), (0, most))[0] >> 8 == 0xFFFFFF
     assert numpy_threefry((0, 0), (1, least))[0] >> 8 == 0
