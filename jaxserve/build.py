@@ -44,6 +44,7 @@ class Built:
     """A ready engine and what it was made of."""
 
     engine: Engine
+    runner: Runner
     model: ModelConfig
     limits: Limits
     tokenizer: Tokenizer | None
@@ -89,7 +90,7 @@ def build(config: EngineConfig) -> Built:
     metrics = EngineMetrics(model_name=config.served_name or config.model)
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
     _describe(report, config, source, model, dtype, mesh, programs, limits, store)
-    return Built(engine, model, limits, words, eos, metrics, report, programs)
+    return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
 
 
 def _mesh(config: EngineConfig) -> Mesh:

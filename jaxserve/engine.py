@@ -136,6 +136,8 @@ class Engine:
         try:
             while self._receive():
                 self._turn()
+            while self._flight:  # a process that ends under a running step is aborted
+                self.runner.collect(self._flight.popleft()[1])
         except BaseException as error:
             log.exception("the engine has failed")
             self.error = error

@@ -1,6 +1,8 @@
 """The public face of the engine: ``LLM`` for programs and servers, ``generate`` for three lines in a script."""
 
+import atexit
 import dataclasses
+import functools
 import queue
 import random
 import threading
@@ -47,6 +49,8 @@ class LLM:
         self.compilations_after_ready = 0
         self._listener: Callable[..., None] | None = None
         self._watch_compilation()
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
         self._engine.start()
 
     # -- whole requests -----------------------------------------------------------------------------------------------
@@ -144,8 +148,11 @@ class LLM:
         return self._built.metrics.registry
 
     def close(self) -> None:
-        """Stop the engine; open requests end with "abort"."""
+        """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
+        atexit.unregister(self._at_exit)
+        if self._engine.error is None:
+            self._built.runner.wait()
         if self._listener is not None:
             jax.monitoring.unregister_event_duration_listener(self._listener)
             self._listener = None
@@ -286,6 +293,11 @@ class LLM:
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         self._listener = listen
+
+
+def _close(llm: "weakref.ref[LLM]") -> None:
+    if (alive := llm()) is not None:
+        alive.close()
 
 
 def _is_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:

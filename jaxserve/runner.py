@@ -106,6 +106,10 @@ class Runner:
         logprobs = None if step.logprobs is None else _numpy(step.logprobs)
         return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt])
 
+    def wait(self) -> None:
+        """Wait until nothing runs on the devices."""
+        jax.block_until_ready(self.state)
+
 
 def _to_host(values: Logprobs[jax.Array]) -> Logprobs[jax.Array]:
     for array in values:
