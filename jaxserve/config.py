@@ -70,13 +70,13 @@ class EngineConfig:
     max_model_len: int | None = _option(None, "Longest sequence, prompt and output; the model's own limit by default.")
     max_num_seqs: int | None = _option(None, "Most sequences running at once; 64 on a CPU, 256 on a GPU by default.")
     max_num_batched_tokens: int | None = _option(
-        None, "Most prompt tokens computed in a step; 512 on a CPU, 8192 on a GPU by default."
+        None, "Most prompt tokens computed in a step, in blocks of 32; 512 on a CPU, 8192 on a GPU by default."
     )
     max_queued_requests: int = _option(4096, "Most sequences that may wait; further requests are refused (503).")
     page_size: int = _option(32, "Tokens a KV page holds.")
     kv_cache_memory_bytes: int | None = _option(None, "Bytes a device gives to the KV cache; measured by default.")
     device_memory_utilization: float | None = _option(
-        None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 of what is free on a CPU by default."
+        None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
     )
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
