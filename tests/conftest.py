@@ -7,8 +7,14 @@ neither stay quick and processes that a test starts live in the same surrounding
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import jaxserve
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,3 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def programs_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Where every engine of the session keeps its compiled programs, so that each is compiled once."""
     return str(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, whose tokens are bytes."""
+    from tiny import write_model
+
+    return write_model(tmp_path_factory.mktemp("speaking") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llm(speaking: Path, programs_dir: str) -> "Iterator[jaxserve.LLM]":
+    """One roomy engine for all tests that leave it idle."""
+    from tiny import roomy
+
+    with roomy(programs_dir, speaking) as made:
+        yield made

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,35 +11,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tiny import roomy
 
-import jaxserve
 from tests.serving import Server, events, serving
 
-MODEL = Path(__file__).parent / "fixtures" / "models" / "llama3"
 CONTEXT = 256
 
 
-def write_byte_tokenizer(path: Path) -> None:
-    """A tokenizer whose 256 tokens are the bytes, under ids of their own value."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    found = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    found.save(str(path))
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(MODEL, folder)
-    write_byte_tokenizer(folder / "tokenizer.json")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "load_progress": False, "served_name": "tiny"}
-    with jaxserve.LLM(str(folder), **options) as llm, serving(llm, close_llm=False) as found:
+def server(speaking: Path, programs_dir: str) -> Iterator[Server]:
+    with roomy(programs_dir, speaking, served_name="tiny") as llm, serving(llm, close_llm=False) as found:
         yield found
 
 

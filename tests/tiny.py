@@ -1,5 +1,6 @@
 """Tiny models for engine tests: the reference checkpoints under fixtures/, and small limits that compile quickly."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def tiny(programs_dir: str, family: str = "qwen3", **options: Any) -> jaxserve.L
     return jaxserve.LLM(str(FIXTURES / family), **{**LIMITS, "cache_dir": programs_dir, **options})
 
 
+ROOM: dict[str, Any] = {**LIMITS, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def roomy(programs_dir: str, model: Path, **options: Any) -> jaxserve.LLM:
+    """An engine for a model of ``write_model``; engines of the same limits share their programs."""
+    return jaxserve.LLM(str(model), **{**ROOM, "cache_dir": programs_dir, **options})
+
+
 def reference(family: str) -> dict[str, np.ndarray]:
     """The family's reference numbers (see fixtures)."""
     with np.load(FIXTURES / family / "reference.npz") as data:
@@ -44,3 +53,25 @@ def idle(llm: jaxserve.LLM) -> None:
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.usable
     assert llm.health().waiting == 0
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """A tokenizer whose 256 tokens are the bytes, under ids of their own value."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    found = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    found.save(str(path))
+
+
+def write_model(folder: Path, family: str = "llama3") -> Path:
+    """A copy of a tiny checkpoint that speaks: with a tokenizer of bytes and a chat template."""
+    shutil.copytree(FIXTURES / family, folder)
+    write_byte_tokenizer(folder / "tokenizer.json")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    return folder
