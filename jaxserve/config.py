@@ -105,8 +105,16 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.device_memory_utilization is not None and not 0 < self.device_memory_utilization <= 1:
-            raise ConfigError(f"device_memory_utilization must be in (0, 1], got {self.device_memory_utilization!r}")
+        share = self.device_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")
+        for name in ("overlap", "load_progress", "forbid_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if not self.model.strip():
+            raise ConfigError("model must name a folder, a file or a built-in model, got an empty string")
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":

@@ -178,6 +178,8 @@ class LLM:
             raise RequestError("give params or sampling keywords, not both", param="params")
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not _is_sequence(params) or not all(isinstance(item, SamplingParams) for item in params):
+            raise RequestError(f"params must be SamplingParams or a list of them, not {params!r:.80}", param="params")
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling params for {count} prompts", param="params")
         return list(params)
@@ -185,6 +187,8 @@ class LLM:
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0
     ) -> tuple[str, list[SequenceOutput], RequestOutput]:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r:.80}", param="priority")
         params.check(self.vocab_size)
         text, ids = self.encode_prompt(prompt)
         limit = self._limit(ids, params)
@@ -221,14 +225,16 @@ class LLM:
         text: str | None = None
         if isinstance(prompt, str):
             text, ids = prompt, self._words().encode(prompt)
+        elif not _is_sequence(prompt):
+            raise _no_prompt(prompt)
         elif _is_messages(prompt):
             text = self._words().apply_chat_template([dict(m) for m in prompt])
             ids = self._words().encode(text, add_special_tokens=False)
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            ids = list(prompt)
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(f"prompt holds {token!r}, which is no token id", param="prompt")
+                    raise RequestError(f"prompt holds {token!r:.80}, which is no token id", param="prompt")
                 if not 0 <= token < self.vocab_size:
                     message = f"prompt: token id {token} is out of range; the vocabulary holds {self.vocab_size} tokens"
                     raise RequestError(message, param="prompt")
@@ -264,17 +270,25 @@ class LLM:
         return tuple(out)
 
     def _check_choice_left(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
-        """Refuse a request that may choose no token at all."""
-        if params.allowed_token_ids is None:
+        """Refuse a request that may come to where it can choose no token at all."""
+        held = (
+            {*params.stop_token_ids, *(() if params.ignore_eos else self._built.eos_ids)}
+            if params.min_tokens
+            else set()
+        )
+        name, allowed = "allowed_token_ids", params.allowed_token_ids
+        if allowed is None:
+            if len(held) + len(bad) < self.vocab_size:
+                return
+            name, allowed = "stop_token_ids", range(self.vocab_size)
+        left = set(allowed) - held
+        if left - {word[-1] for word in bad}:
             return
-        left = set(params.allowed_token_ids) - {word[0] for word in bad if len(word) == 1}
-        if params.min_tokens:
-            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._built.eos_ids)}
-        if not left:
-            raise RequestError(
-                "allowed_token_ids leaves no token to choose once bad_words and min_tokens have taken theirs",
-                param="allowed_token_ids",
-            )
+        for said in {(), *(word[:-1] for word in bad)}:
+            banned = {word[-1] for word in bad if said[max(0, len(said) - len(word) + 1) :] == word[:-1]}
+            if left <= banned:
+                message = f"{name} leaves no token to choose once bad_words and min_tokens have taken theirs"
+                raise RequestError(message, param=name)
 
     def _fresh_seed(self) -> int:
         with self._seeds_lock:
@@ -300,15 +314,23 @@ def _close(llm: "weakref.ref[LLM]") -> None:
         alive.close()
 
 
-def _is_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return bool(prompt) and not isinstance(prompt, str) and all(isinstance(item, Mapping) for item in prompt)
+def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview)
+
+
+def _is_messages(prompt: Sequence[Any]) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return bool(prompt) and all(isinstance(item, Mapping) for item in prompt)
 
 
 def _is_prompt(prompts: Any) -> TypeGuard[Prompt]:
-    """True for one prompt, False for a list of them."""
-    if isinstance(prompts, str):
-        return True
-    return bool(len(prompts)) and (_is_messages(prompts) or all(isinstance(item, int) for item in prompts))
+    """True for one prompt, False for a list of them, which are sequences themselves."""
+    if not _is_sequence(prompts):
+        raise _no_prompt(prompts)
+    return isinstance(prompts, str) or (bool(prompts) and not all(isinstance(item, Sequence) for item in prompts))
+
+
+def _no_prompt(value: Any) -> RequestError:
+    return RequestError(f"a prompt is text, token ids or chat messages, not {value!r:.80}", param="prompt")
 
 
 def generate(model: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[RequestOutput]:
