@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class ExecutableStore:
     def __init__(self, folder: Path, devices: Iterable[jax.Device]):
         self.folder = folder / "executables"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder.chmod(0o700)  # it may have been there
         self.devices = list(devices)
         self.environment = _environment(self.devices)
         self.tally = Tally()
@@ -107,11 +109,15 @@ class ExecutableStore:
 
     @contextmanager
     def _fresh_compilation(self) -> Iterator[None]:
-        """Keep jax's own compilation cache out: what it returns on a CPU serializes to something that cannot run."""
+        """Keep jax's own compilation cache out: what it returns on a CPU serializes to something that cannot run.
+
+        jax looks at the option once a process, so that switching it takes a reset as well.
+        """
         with self._lock:
             if self._compiling == 0:
                 self._cache_was_on = jax.config.jax_enable_compilation_cache
                 jax.config.update("jax_enable_compilation_cache", False)
+                compilation_cache.reset_cache()
             self._compiling += 1
         try:
             yield
@@ -120,6 +126,7 @@ class ExecutableStore:
                 self._compiling -= 1
                 if self._compiling == 0:
                     jax.config.update("jax_enable_compilation_cache", self._cache_was_on)
+                    compilation_cache.reset_cache()
 
     def _key(self, program: Program) -> str:
         leaves, tree = jax.tree.flatten(program.args)
