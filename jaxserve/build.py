@@ -65,7 +65,7 @@ def build(config: EngineConfig) -> Built:
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
         tokenizer = side.submit(_tokenizer, source, report)
         with report.phase("start jax"):
-            mesh = _mesh(config)
+            mesh = mesh_of(config)
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
         specs = declare(model, config.tensor_parallel, source)
@@ -93,7 +93,8 @@ def build(config: EngineConfig) -> Built:
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
 
 
-def _mesh(config: EngineConfig) -> Mesh:
+def mesh_of(config: EngineConfig) -> Mesh:
+    """The devices the config asks for. Raises ``ConfigError`` where there are too few."""
     try:
         return make_mesh(config.tensor_parallel)
     except ValueError as error:
@@ -122,7 +123,10 @@ def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: M
 def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
     """The model's parameters, checked against the checkpoint's tensors."""
     if isinstance(source, checkpoints.OrbaxCheckpoint):
-        _check_layout(model, source.meta["layout"]["tensor_parallel"], tensor_parallel)
+        saved = (source.meta.get("layout") or {}).get("tensor_parallel")
+        if not isinstance(saved, int) or saved < 1:
+            raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
+        _check_layout(model, saved, tensor_parallel)
         tied = "head" not in source.tensors
         return dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
     specs = dense.param_specs(model, tensor_parallel, source.tensors)

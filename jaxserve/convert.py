@@ -5,9 +5,8 @@ from pathlib import Path
 
 import checkpoints
 from jaxserve import models, params
-from jaxserve.build import declare, resolve_dtype
+from jaxserve.build import declare, mesh_of, resolve_dtype
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.sharding import make_mesh
 
 ASSETS = (
     "tokenizer.json",
@@ -37,7 +36,7 @@ def convert(
         if source.format == "orbax":
             raise ConfigError(f"{src} is a converted folder already")
         model = models.model_config(source.config)
-        mesh = make_mesh(tensor_parallel)
+        mesh = mesh_of(config)
         specs = declare(model, tensor_parallel, source)
         kind = resolve_dtype(config, source, model)
         weights = params.load(specs, source, kind, mesh, progress)

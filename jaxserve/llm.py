@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
-from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, Delta, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from jaxserve.sequence import Sequence as EngineSequence
 from jaxserve.tokenizer import Tokenizer
 
@@ -88,6 +88,8 @@ class LLM:
         finally:
             for request_id in open_ids:
                 self._engine.abort(request_id)
+        if self._engine.error is not None and any(output.error for output in outputs.values()):
+            raise EngineDeadError(f"the engine has stopped: {self._engine.error!r}") from self._engine.error
         return [output for _, _, output in ready]
 
     def chat(
