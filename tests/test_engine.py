@@ -531,6 +531,23 @@ def test_a_broken_device_ends_the_engine_and_everybody_is_told(
     assert "the engine has failed" in caplog.text
 
 
+def test_whole_answers_are_not_made_of_errors(speaking: Path, programs_dir: str) -> None:
+    """A batch whose engine fails under it raises."""
+    with roomy(programs_dir, speaking) as doomed:
+        runner, collects = doomed._built.engine.runner, []
+        collect = runner.collect
+
+        def fail(step: Any) -> Any:
+            collects.append(step)
+            if len(collects) == 5:
+                raise RuntimeError("the device is gone")
+            return collect(step)
+
+        runner.collect = fail
+        with pytest.raises(jaxserve.EngineDeadError, match="the device is gone"):
+            doomed.generate(["Hi"] * 8, params(ignore_eos=True))
+
+
 def test_urgent_requests_go_first(llm: jaxserve.LLM) -> None:
     """Lower priority numbers overtake those that wait."""
     order: list[int] = []
