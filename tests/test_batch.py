@@ -72,7 +72,7 @@ def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, St
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 8, 9, 30]))]
         params = random_params(rng)
         bad = ((20,), (21, 22)) if params.bad_words else ()
-        limit = min(LONGEST, len(prompt) + rng.randrange(1, 15))
+        limit = min(LONGEST, len(prompt) + rng.randrange(1, 50))
         seed = rng.randrange(-(2**63), 2**63) & (2**64 - 1)
         scheduler.add(Sequence(f"r{arrival}", 0, prompt, params, seed, limit, bad, arrival=arrival))
     seen: dict[int, tuple[Sequence, int]] = {}
@@ -94,7 +94,7 @@ def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, St
 
 
 CASES = pytest.mark.parametrize(
-    ("seed", "depth", "pages"), [(0, 0, 80), (1, 1, 80), (2, 0, 22), (3, 1, 22), (4, 1, 16)]
+    ("seed", "depth", "pages"), [(0, 0, 80), (1, 1, 80), *((seed, seed % 2, 16 + seed) for seed in range(2, 14))]
 )
 
 
@@ -193,6 +193,13 @@ def test_slot_states_go_up_once_an_admission_and_again_where_bans_move(seed: int
             bias = {int(i): float(b) for i, b in zip(row.bias_ids, row.bias, strict=True) if i != VOCAB}
             assert bias == (params.logit_bias or {})
             assert len(row.bias) == MAX_LOGIT_BIAS
+
+
+def test_the_tight_cases_preempt_those_who_shape_their_logits() -> None:
+    """Or the cases above would not try that a slot is filled anew for the same sequence."""
+    again = {s.arrival for plan, _, _ in steps(2, 0, 18) for s in plan.sequences if s.preemptions}
+    shaping = {s.arrival for plan, _, _ in steps(2, 0, 18) for s in plan.sequences if s.params.shapes_logits}
+    assert again & shaping
 
 
 def test_prompt_rows_predict_every_prompt_token_but_the_first_once() -> None:
