@@ -80,7 +80,7 @@ class EngineConfig:
     )
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
-        None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in small steps) by default."
+        None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
     )
     cache_dir: str | None = _option(None, "Where compiled programs are kept; ~/.cache/jaxserve by default.")
     load_progress: bool = _option(True, "Show progress while weights load and programs compile.")

@@ -38,17 +38,18 @@ def paged_attention(
     span = pages * page_size
     if tables.shape[1] % pages:
         tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(k_pages.dtype)
-    lone = group * queries == 1 and k_pages.dtype != jnp.float32
-    if lone:  # one-row 16-bit dots miss XLA's fast path on a CPU
-        flat = jnp.concatenate([flat, flat], axis=2)
-    position = starts[:, None] + jnp.tile(jnp.arange(queries), group * (2 if lone else 1))  # [N, g*Q]
+    few = group * queries < 16  # XLA's CPU backend is quicker in float32 there, conversion included
+    dtype = jnp.float32 if few else k_pages.dtype
+    flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(dtype)
+    position = starts[:, None] + jnp.tile(jnp.arange(queries), group)  # [N, g*Q]
+
+    def gather(pages_of: jax.Array, here: jax.Array) -> jax.Array:
+        return pages_of[here].swapaxes(1, 2).reshape(rows, kv_heads, span, dim).astype(dtype)
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         peak, total, out = carry
         here = lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1)
-        k = k_pages[here].swapaxes(1, 2).reshape(rows, kv_heads, span, dim)
-        v = v_pages[here].swapaxes(1, 2).reshape(rows, kv_heads, span, dim)
+        k, v = gather(k_pages, here), gather(v_pages, here)
         scores = jnp.einsum("nkqd,nkcd->nkqc", flat, k, preferred_element_type=jnp.float32) * scale
         key_position = i * span + jnp.arange(span)
         seen = key_position <= position[..., None]
@@ -68,6 +69,4 @@ def paged_attention(
     last = (jnp.max(starts + counts) + span - 1) // span
     _, total, out = lax.fori_loop(first, last, step, carry)
     out = out / total[..., None]
-    if lone:
-        out = out[:, :, :1]
     return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
