@@ -112,6 +112,11 @@ def _tokenizer(source: checkpoints.Checkpoint, report: Report) -> Tokenizer | No
 
 def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
     """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
+    if isinstance(source, checkpoints.OrbaxCheckpoint) and config.dtype not in ("auto", model.dtype):
+        raise ConfigError(
+            f"dtype {config.dtype}: this folder was converted as {model.dtype}; leave dtype out, "
+            f"or convert the original again with dtype {config.dtype}"
+        )
     if config.dtype != "auto":
         return config.dtype
     if source.format == "gguf":

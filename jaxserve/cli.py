@@ -178,8 +178,9 @@ def _prompts(parsed: argparse.Namespace) -> list[Any]:
         raise UsageError("--system goes with --chat")
     system = [] if parsed.system is None else [{"role": "system", "content": parsed.system}]
     found += [[*system, {"role": "user", "content": text}] for text in parsed.chat]
-    if not found and parsed.prompts_file is None and not sys.stdin.isatty() and (text := sys.stdin.read()):
-        found.append(text)
+    if not found and parsed.prompts_file is None and not sys.stdin.isatty():
+        text = sys.stdin.read().removesuffix("\n")
+        found += [text] if text else []
     if not found:
         raise UsageError("no prompt: give --prompt, --chat or --prompts-file, or write to standard input")
     return found

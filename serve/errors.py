@@ -75,6 +75,8 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), code="queue_full")
         case EngineDeadError():
             return ApiError(500, str(error), code="engine_dead")
+        case web.RequestPayloadError():
+            return bad_request(f"the request body cannot be read: {error}", code="unreadable_body")
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the request body is too large", code="request_too_large")
         case web.HTTPException():

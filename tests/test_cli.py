@@ -167,7 +167,7 @@ def test_generate_by_chat(made, capsys):
 
 
 def test_generate_from_standard_input(made, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
     assert main(["generate", "--max-tokens", "5"]) == 0
     assert bytes(made[0].submitted[0].prompt).decode() == "from a pipe"
     assert capsys.readouterr().out == "Hello\n"

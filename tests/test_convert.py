@@ -72,6 +72,8 @@ def test_a_dtype_is_kept(tmp_path: Path, programs_dir: str) -> None:
     with jaxserve.LLM(str(tmp_path / "half"), **options) as llm:
         assert llm.report()["run"]["dtype"] == "bfloat16"
         assert len(greedy(llm, "llama3")) == 16
+    with pytest.raises(ConfigError, match="converted as bfloat16"):
+        jaxserve.LLM(str(tmp_path / "half"), **{**options, "dtype": "float32"})
 
 
 def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:

@@ -215,3 +215,10 @@ def test_api_keys():
                 assert client.completions.create(model="tiny", prompt="Hi", max_tokens=100).choices[0].text == TEXT
         with server.client("three") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+
+def test_a_body_that_is_not_what_its_encoding_says(server):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    status, answer, _ = server.send("/v1/completions", raw=b'{"prompt": "x"}', headers=headers)
+    assert (status, answer["error"]["code"]) == (400, "unreadable_body")
+    assert complete(server)[0] == 200

@@ -1,6 +1,8 @@
 """Tokenizers of every origin: ids equal the reference's, text comes back, chat templates render as in transformers."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -375,3 +377,17 @@ def test_continue_final_message():
         render("{{ messages[0].content | upper }}", MESSAGES[1:], **options)
     with pytest.raises(ChatTemplateError, match="exclude each other"):
         render(SIMPLE, MESSAGES, continue_final_message=True)
+
+
+def test_encoding_lets_other_threads_run(smollm2: Tokenizer) -> None:
+    """A long text is tokenized without holding the interpreter: a server's other requests go on."""
+    text = "x y " * 250_000
+    worker = threading.Thread(target=smollm2.encode, args=(text,))
+    longest, last = 0.0, time.perf_counter()
+    worker.start()
+    begun = last
+    while worker.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < max(0.5, (last - begun) / 2)
