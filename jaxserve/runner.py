@@ -18,7 +18,6 @@ from jaxserve.params import Params
 from jaxserve.programs import ProgramSet
 from jaxserve.sampler import Logprobs
 
-
 SETTLE_SECONDS = 0.1
 """Given to XLA's threads when an engine closes."""
 
