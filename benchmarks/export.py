@@ -20,7 +20,6 @@ GGUF_TYPES = {
     "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
 }
-ASSETS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 REWRITTEN = ("general.architecture", "general.file_type", "general.quantization_version")
 
 
@@ -37,7 +36,7 @@ def write_folder(ckpt: checkpoints.Checkpoint, folder: Path, dtype: str) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     if ckpt.generation_config:
         (folder / "generation_config.json").write_text(json.dumps(ckpt.generation_config, indent=1))
-    for name in ASSETS:
+    for name in checkpoints.TOKENIZER_ASSETS:
         if (content := ckpt.asset(name)) is not None:
             (folder / name).write_bytes(content)
 

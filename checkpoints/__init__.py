@@ -3,12 +3,13 @@
 A leaf of the house: nothing here imports jaxserve.
 """
 
-from .checkpoint import Checkpoint, CheckpointError, TensorInfo
+from .checkpoint import TOKENIZER_ASSETS, Checkpoint, CheckpointError, TensorInfo
 from .orbax import OrbaxCheckpoint, load_tree, read_meta, save_tree
 from .resolve import EMBEDDED_MODEL, open_checkpoint, resolve_model
 
 __all__ = [
     "EMBEDDED_MODEL",
+    "TOKENIZER_ASSETS",
     "Checkpoint",
     "CheckpointError",
     "OrbaxCheckpoint",

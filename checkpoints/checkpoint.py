@@ -17,6 +17,16 @@ Rows = slice | np.ndarray | None
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB
 
 
+TOKENIZER_ASSETS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside the weights that a copy of a checkpoint takes along, so that it stands alone."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used as it stands. The message names the file and, where there is one, the tensor."""
 

@@ -8,14 +8,6 @@ from jaxserve import models, params
 from jaxserve.build import declare, mesh_of, resolve_dtype
 from jaxserve.config import ConfigError, EngineConfig
 
-ASSETS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
 
 def convert(
     src: str,
@@ -45,5 +37,5 @@ def convert(
             "generation_config": source.generation_config,
             "layout": {"tensor_parallel": tensor_parallel, "dtype": kind},
         }
-        assets = {name: data for name in ASSETS if (data := source.asset(name)) is not None}
+        assets = {name: data for name in checkpoints.TOKENIZER_ASSETS if (data := source.asset(name)) is not None}
         checkpoints.save_tree(dst, weights, meta, assets)

@@ -8,6 +8,7 @@ runs the same functions.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ class ProgramSet:
     def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> Abstract:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(self.mesh, axes))
 
-    @property
+    @cached_property
     def params(self) -> Params:
         """Abstract parameters."""
         return abstract(self.specs, self.dtype, self.mesh)
