@@ -80,6 +80,44 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The language that a completion must belong to. Exactly one field is given.
+
+    Enforced by masks over the vocabulary at every token; what cannot be enforced is refused when the request is
+    submitted, with a ``RequestError`` that names path and keyword.
+    """
+
+    json: Mapping[str, object] | bool | None = None
+    """A JSON schema."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """One of these strings, exactly."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's dialect of Lark."""
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
+        if self.json is False:
+            given.append("json")
+        if len(given) != 1:
+            names = " and ".join(given) or "none"
+            message = f"structured_outputs needs exactly one of json, json_object, regex, choice, grammar; got {names}"
+            raise RequestError(message, param="structured_outputs")
+        kinds = {"json": (Mapping, bool), "json_object": (bool,), "regex": (str,), "choice": (), "grammar": (str,)}
+        name = given[0]
+        if kinds[name] and not isinstance(getattr(self, name), kinds[name]):
+            raise RequestError(f"structured_outputs.{name} has the wrong type", param=f"structured_outputs.{name}")
+        if self.choice is not None:
+            choice = self.choice
+            if isinstance(choice, str) or not choice or not all(isinstance(item, str) and item for item in choice):
+                message = "structured_outputs.choice must be a list of strings that are not empty"
+                raise RequestError(message, param="structured_outputs.choice")
+            object.__setattr__(self, "choice", tuple(choice))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the next tokens of one request.
 
@@ -122,6 +160,7 @@ class SamplingParams:
     """The same for every prompt token but the first."""
     echo: bool = False
     """Put the prompt before the completion, in the text and in the token ids."""
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:

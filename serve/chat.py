@@ -11,7 +11,7 @@ from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutpu
 from serve.errors import bad_request
 from serve.generation import Generation, PromptInput, parse, prompt_usage, read_json
 from serve.logprobs import chat_logprobs, prompt_logprobs
-from serve.protocol import ChatRequest, ChatTemplateFields
+from serve.protocol.chat import ChatRequest, ChatTemplateFields
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
 

@@ -11,7 +11,7 @@ from jaxserve.request import Delta, RequestOutput, SamplingParams, TokenLogprob
 from serve.errors import bad_request
 from serve.generation import Generation, PromptInput, encode_prompts, parse, prompt_usage, read_json
 from serve.logprobs import CompletionLogprobs, prompt_logprobs
-from serve.protocol import CompletionRequest
+from serve.protocol.completions import CompletionRequest
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
 

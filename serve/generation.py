@@ -11,7 +11,7 @@ from aiohttp import web
 
 from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
 from serve.errors import ApiError, unavailable
-from serve.protocol import Body, load_json, validate
+from serve.protocol.base import Body, load_json, validate
 from serve.state import Channel, State
 
 SUBMIT_SECONDS = 0.01

@@ -14,7 +14,8 @@ from serve.completions import completions
 from serve.errors import ApiError, Handler, bad_request, error_middleware
 from serve.generation import parse, read_json
 from serve.options import ServerOptions
-from serve.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from serve.protocol.chat import TokenizeChatRequest
+from serve.protocol.completions import DetokenizeRequest, TokenizeRequest
 from serve.state import STATE, State
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
