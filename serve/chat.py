@@ -14,6 +14,7 @@ from serve.logprobs import chat_logprobs, prompt_logprobs
 from serve.protocol.chat import ChatRequest, ChatTemplateFields
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
+from serve.turn import Conversation, encode_conversation
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -33,19 +34,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def encode_messages(body: ChatTemplateFields, state: State) -> PromptInput:
     """The conversation by the model's chat template, as token ids. Raises a 400 that names ``messages``."""
-    messages, options, tokenizer = body.template_messages(), body.template_options(), state.tokenizer
-
-    def encode() -> PromptInput:
-        try:
-            text = tokenizer.apply_chat_template(messages, **options)
-        except ValueError as error:
-            raise bad_request(f"messages: {error}", param="messages", code="chat_template_error") from error
-        return PromptInput(tokenizer.encode(text, add_special_tokens=False), text)
-
-    found = await state.offload(sum(len(message["content"]) for message in messages), encode)
-    if not found.ids:
-        raise bad_request("messages: the conversation comes to no token", param="messages", code="empty_prompt")
-    return found
+    conversation = Conversation(messages=body.template_messages(), template_options=body.template_options())
+    return await encode_conversation(conversation, state)
 
 
 def _params(body: ChatRequest) -> SamplingParams:
