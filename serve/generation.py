@@ -24,6 +24,8 @@ class PromptInput:
 
     ids: list[int]
     text: str | None = None
+    dropped: int = 0
+    """Tokens that ``truncate_prompt_tokens`` took from its beginning."""
 
 
 async def read_json(request: web.Request, state: State) -> dict[str, Any]:
@@ -60,6 +62,21 @@ async def encode_prompts(
     if not all(item.ids for item in inputs):
         raise ApiError(400, "the prompt is empty: it comes to no token", param="prompt", code="empty_prompt")
     return inputs
+
+
+def truncate(prompt: PromptInput, keep: int | None, params: SamplingParams, state: State) -> PromptInput:
+    """The prompt's last ``keep`` tokens; all for None, and for -1 what leaves room for the output asked for."""
+    if keep == -1:
+        output = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        keep = max(1, state.llm.max_model_len - output)
+    if keep is None or keep >= len(prompt.ids):
+        return prompt
+    return PromptInput(prompt.ids[-keep:], None, len(prompt.ids) - keep)
+
+
+def truncation(prompts: Sequence[PromptInput], keep: int | None) -> dict[str, int]:
+    """What the answer says where ``truncate_prompt_tokens`` was given: how many tokens were dropped."""
+    return {} if keep is None else {"truncated_prompt_tokens": sum(prompt.dropped for prompt in prompts)}
 
 
 class Generation:

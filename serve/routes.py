@@ -2,21 +2,17 @@
 
 import hashlib
 import hmac
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from jaxserve.request import RequestError
-from serve.chat import chat_completions, encode_messages
+from serve.chat import chat_completions
 from serve.completions import completions
-from serve.errors import ApiError, Handler, bad_request, error_middleware
-from serve.generation import parse, read_json
+from serve.errors import ApiError, Handler, error_middleware
 from serve.options import ServerOptions
-from serve.protocol.chat import TokenizeChatRequest
-from serve.protocol.completions import DetokenizeRequest, TokenizeRequest
 from serve.state import STATE, State
+from serve.tokens import detokenize, tokenize
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """What needs no key: probes carry none."""
@@ -35,8 +31,8 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/v1/models", _models),
             web.get("/v1/models/{name:.+}", _model),
             web.get("/v1/engine/report", _report),
-            web.post("/tokenize", _tokenize),
-            web.post("/detokenize", _detokenize),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
             web.get("/health", _health),
             web.get("/ready", _ready),
             web.get("/ping", _health),
@@ -116,39 +112,3 @@ async def _metrics(request: web.Request) -> web.Response:
     encode, content_type = choose_encoder(request.headers.get("Accept", ""))
     body = encode(request.app[STATE].llm.metrics)
     return web.Response(body=body, headers={"Content-Type": content_type})
-
-
-async def _tokenize(request: web.Request) -> web.Response:
-    """Token ids of a prompt, or of a conversation by the chat template."""
-    state = request.app[STATE]
-    with state.work():
-        value = await read_json(request, state)
-        if "messages" in value:
-            if "prompt" in value:
-                raise bad_request("give prompt or messages, not both", param="messages")
-            chat = await parse(value, TokenizeChatRequest, state)
-            ids, strings = (await encode_messages(chat, state)).ids, chat.return_token_strs
-        else:
-            text = await parse(value, TokenizeRequest, state)
-            encode = partial(state.tokenizer.encode, text.prompt, add_special_tokens=text.add_special_tokens)
-            ids, strings = await state.offload(len(text.prompt), encode), text.return_token_strs
-        most = state.llm.max_model_len
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
-        if strings:
-            answer["token_strs"] = [state.token_text(token)[0] for token in ids]
-        return web.json_response(answer)
-
-
-async def _detokenize(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    with state.work():
-        body = await parse(await read_json(request, state), DetokenizeRequest, state)
-        tokenizer = state.tokenizer
-        for token in body.tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                message = f"tokens: id {token} is out of range; the vocabulary holds {tokenizer.vocab_size} tokens"
-                raise RequestError(message, param="tokens")
-        text = await state.offload(
-            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
-        )
-        return web.json_response({"prompt": text})

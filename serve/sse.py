@@ -24,8 +24,10 @@ class Chunks:
         self._head = "data: " + dumps(common)[:-1] + ',"choices":['
         self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
 
-    def choice(self, choice: dict[str, Any]) -> bytes:
-        return f"{self._head}{dumps(choice)}{self._tail}".encode()
+    def choice(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+        """A chunk of one choice; ``usage`` is what ``stream_options.continuous_usage_stats`` asks for."""
+        tail = self._tail if usage is None else f'],"usage":{dumps(usage)}}}\n\n'
+        return f"{self._head}{dumps(choice)}{tail}".encode()
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk that ``stream_options.include_usage`` asks for: no choices."""

@@ -71,7 +71,8 @@ class Job:
 class FakeLLM:
     """Answers every prompt with ``answer``, a byte a step, until ``max_tokens`` or its end (anew with ``ignore_eos``).
 
-    ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most_waiting`` refuses more.
+    ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most`` refuses more;
+    ``worse`` makes completion i less likely, by ``i % 3`` a token.
     """
 
     answer: str = "Hello, wörld! 😀"
@@ -80,6 +81,7 @@ class FakeLLM:
     most: int = 1000
     explode_at: int | None = None
     add_bos: bool = False
+    worse: bool = False
     tokenizer: ByteTokenizer | None = None
     aborted: list[str] = field(default_factory=list)
     submitted: list[Job] = field(default_factory=list)
@@ -183,7 +185,7 @@ class FakeLLM:
         for index in range(params.n):
             logprobs = prompt_logprobs = None
             if params.logprobs is not None:
-                logprobs = tuple(_logprob(t, params.logprobs) for t in token)
+                logprobs = tuple(_logprob(t, params.logprobs, index % 3 * self.worse) for t in token)
             if params.prompt_logprobs is not None and first and index == 0:
                 prompt_logprobs = (None, *(_logprob(t, params.prompt_logprobs) for t in job.prompt[1:]))
             last = reason is not None and index == params.n - 1
@@ -206,5 +208,5 @@ def _whole(data: bytes) -> str:
     return ""
 
 
-def _logprob(token: int, top: int) -> TokenLogprob:
-    return TokenLogprob(token, -0.25, 1, tuple(((token + i) % 256, -0.25 - i) for i in range(top)))
+def _logprob(token: int, top: int, worse: int = 0) -> TokenLogprob:
+    return TokenLogprob(token, -0.25 - worse, 1, tuple(((token + i) % 256, -0.25 - i) for i in range(top)))
