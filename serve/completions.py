@@ -20,11 +20,14 @@ from serve.generation import (
     truncation,
 )
 from serve.logprobs import CompletionLogprobs, prompt_logprobs
+from serve.openapi import RUN_ERRORS, api
+from serve.protocol.answers import Completion, CompletionChunk, Error
 from serve.protocol.completions import CompletionRequest
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
 
 
+@api(Completion, body=CompletionRequest, events=CompletionChunk | Error, errors=RUN_ERRORS)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several; choice ``p * n + i`` is completion i of prompt p."""
     state = request.app[STATE]

@@ -1,7 +1,6 @@
 """``POST /tokenize`` and ``POST /detokenize``."""
 
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -9,11 +8,14 @@ from jaxserve.request import RequestError
 from serve.chat import encode_messages
 from serve.errors import bad_request
 from serve.generation import parse, read_json
+from serve.openapi import BODY_ERRORS, api
+from serve.protocol.answers import Detokenized, Tokens
 from serve.protocol.chat import TokenizeChatRequest
 from serve.protocol.completions import DetokenizeRequest, TokenizeRequest
 from serve.state import STATE
 
 
+@api(Tokens, body=TokenizeRequest | TokenizeChatRequest, errors=BODY_ERRORS)
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a prompt, or of a conversation by the chat template."""
     state = request.app[STATE]
@@ -28,12 +30,12 @@ async def tokenize(request: web.Request) -> web.Response:
             text = await parse(value, TokenizeRequest, state)
             encode = partial(state.tokenizer.encode, text.prompt, add_special_tokens=text.add_special_tokens)
             ids, strings = await state.offload(len(text.prompt), encode), text.return_token_strs
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids}
-        if strings:
-            answer["token_strs"] = [state.token_text(token)[0] for token in ids]
+        names = [state.token_text(token)[0] for token in ids] if strings else None
+        answer = {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids, "token_strs": names}
         return web.json_response(answer)
 
 
+@api(Detokenized, body=DetokenizeRequest, errors=BODY_ERRORS)
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids."""
     state = request.app[STATE]

@@ -308,6 +308,7 @@ def test_tokenize_and_detokenize(server):
         "tokens": [97, 195, 169],
         "token_strs": ["a", "\ufffd", "\ufffd"],
     }
+    assert server.send("/tokenize", {"prompt": "a", "messages": None})[1]["token_strs"] is None
     assert server.send("/detokenize", {"tokens": [97, 195, 169]})[1] == {"prompt": "aé"}
     status, answer, _ = server.send("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert bytes(answer["tokens"]).decode() == "<user>x<assistant>"

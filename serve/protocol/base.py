@@ -12,7 +12,7 @@ from serve.errors import ApiError, bad_request
 class Body(BaseModel):
     """Any JSON object sent to the server, at any depth. A field that is null counts as absent."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     keeps_null: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
     """Fields in which null says something."""
 
