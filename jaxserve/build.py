@@ -54,12 +54,12 @@ class Built:
     programs: ProgramSet
 
 
-def build(config: EngineConfig) -> Built:
-    """Make an engine ready.
+def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> Built:
+    """Make an engine ready; ``on_phase`` is told what begins.
 
     Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
-    report = Report()
+    report = Report(on_phase)
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
     with source, ThreadPoolExecutor(1, "tokenizer") as side:

@@ -32,13 +32,15 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class LLM:
     """A model ready to generate. Owns one engine thread; a context manager; every method may be called from any thread.
 
-    Keywords are the fields of ``EngineConfig``. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or
-    ``WeightError`` naming what is wrong.
+    Keywords are the fields of ``EngineConfig``; ``on_phase`` is told the name of each part of the start. Raises
+    ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **engine_options: Any):
+    def __init__(
+        self, model: str = "smollm2-135m", *, on_phase: Callable[[str], None] | None = None, **engine_options: Any
+    ):
         self.config = EngineConfig.from_options(model, engine_options)
-        self._built = build(self.config)
+        self._built = build(self.config, on_phase)
         self.tokenizer: Tokenizer | None = self._built.tokenizer
         self.model_config: ModelConfig = self._built.model
         self.max_model_len: int = self._built.limits.max_model_len
@@ -148,6 +150,10 @@ class LLM:
     def metrics(self) -> Any:
         """A ``prometheus_client.CollectorRegistry``."""
         return self._built.metrics.registry
+
+    def count_rejection(self, reason: str) -> None:
+        """Count a request that was refused before ``submit``, in the metric ``admission_rejections``."""
+        self._built.metrics.rejected(reason)
 
     def close(self) -> None:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""

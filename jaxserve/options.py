@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 import typing
@@ -65,6 +66,21 @@ def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
     """The fields of ``kind`` that were given on the command line."""
     names = {_dest(kind, field.name): field.name for field in dataclasses.fields(kind)}
     return {names[dest]: value for dest, value in vars(arguments).items() if dest in names}
+
+
+def as_flags(message: str, *kinds: type) -> str:
+    """``message``, with the kinds' fields spelled as on the command line: ``max_num_seqs must`` as ``--max-num-seqs``.
+
+    A field of one word is only known as such at the beginning; no field is sought in paths and quotes.
+    """
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+    def spell(match: re.Match[str]) -> str:
+        name = match[0]
+        known = name in names and ("_" in name or match.start() == 0)
+        return "--" + name.replace("_", "-") if known else name
+
+    return re.sub(r"(?<![\w./\\'\"-])[a-z_]+(?![\w./\\'\"-])", spell, message)
 
 
 def _dest(kind: type, name: str) -> str:

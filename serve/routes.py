@@ -1,7 +1,5 @@
 """The application: which path is answered by what, and who may call it."""
 
-import hashlib
-import hmac
 from typing import Any
 
 from aiohttp import web
@@ -9,21 +7,21 @@ from prometheus_client.exposition import choose_encoder
 
 from serve.chat import chat_completions
 from serve.completions import completions
-from serve.errors import ApiError, Handler, error_middleware
+from serve.guards import access_middleware, add_headers, error_middleware, record_middleware
+from serve.httpmetrics import Together
 from serve.options import ServerOptions
 from serve.state import STATE, State
 from serve.tokens import detokenize, tokenize
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""What needs no key: probes carry none."""
-
 
 def create_app(llm: Any, options: ServerOptions | None = None) -> web.Application:
-    """The server over ``llm`` (a ``jaxserve.LLM``, which stays the caller's to close)."""
+    """The server over ``llm`` (a ``jaxserve.LLM``, the caller's to close), or over one that ``State.attach`` brings."""
     options = options or ServerOptions()
-    app = web.Application(middlewares=[error_middleware, _auth_middleware], client_max_size=options.max_body_bytes)
+    middlewares = [record_middleware, error_middleware, access_middleware]
+    app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
     app[STATE] = State(llm, options)
     app.cleanup_ctx.append(app[STATE].lifespan)
+    app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
             web.post("/v1/completions", completions),
@@ -37,25 +35,12 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/ready", _ready),
             web.get("/ping", _health),
             web.post("/ping", _health),
+            web.get("/load", _load),
             web.get("/version", _version),
             web.get("/metrics", _metrics),
         ]
     )
     return app
-
-
-@web.middleware
-async def _auth_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse whoever sends none of the keys. All keys are compared, in constant time."""
-    digests = request.app[STATE].key_digests
-    if digests and request.path not in OPEN_PATHS:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        sent = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(sent, digest) for digest in digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, "a valid API key is required", code="invalid_api_key", headers=headers)
-    return await handler(request)
 
 
 def _model_card(state: State) -> dict[str, Any]:
@@ -85,6 +70,8 @@ async def _report(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     """Liveness by forward progress: 503 where the engine is dead, or has work and has finished no step for long."""
     state = request.app[STATE]
+    if not state.loaded:
+        return web.json_response({"status": "starting"})
     health = state.llm.health()
     stalled = not health.idle and health.seconds_since_progress > state.options.stall_seconds
     status = "dead" if not health.alive else "stalled" if stalled else "ok"
@@ -98,10 +85,27 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _ready(request: web.Request) -> web.Response:
-    """Readiness: 503 while the server drains and where the engine is dead."""
+    """Readiness: 503 while the model loads, while the server drains, and where the engine is dead."""
     state = request.app[STATE]
-    status = "shutting down" if state.draining else "ready" if state.llm.health().alive else "dead"
+    if state.draining:
+        status = "shutting down"
+    elif not state.loaded:
+        return web.json_response({"status": "loading", "phase": state.phase}, status=503, headers={"Retry-After": "5"})
+    else:
+        status = "ready" if state.llm.health().alive else "dead"
     return web.json_response({"status": status}, status=200 if status == "ready" else 503)
+
+
+async def _load(request: web.Request) -> web.Response:
+    """Requests in flight: all that the server works on, and the engine's sequences that run and that wait."""
+    state = request.app[STATE]
+    health = state.llm.health() if state.loaded else None
+    answer = {
+        "server_load": state.active,
+        "running": health.running if health else 0,
+        "waiting": health.waiting if health else 0,
+    }
+    return web.json_response(answer)
 
 
 async def _version(request: web.Request) -> web.Response:
@@ -109,6 +113,11 @@ async def _version(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = encode(request.app[STATE].llm.metrics)
+    """What the engine counts, once there is one, and what the server counts."""
+    state = request.app[STATE]
+    try:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+    except ValueError:  # it asks for a version that is no number
+        encode, content_type = choose_encoder("")
+    body = encode(Together([state.llm.metrics, state.http] if state.loaded else [state.http]))
     return web.Response(body=body, headers={"Content-Type": content_type})

@@ -131,6 +131,12 @@ class FakeLLM:
     def report(self) -> dict:
         return {"model": "tiny"}
 
+    def print_report(self) -> None:
+        pass
+
+    def count_rejection(self, reason: str) -> None:
+        self._metrics.rejected(reason)
+
     def close(self) -> None:
         self._inbox.put(None)
         self._thread.join()
