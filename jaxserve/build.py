@@ -87,7 +87,13 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
     )
-    metrics = EngineMetrics(model_name=config.served_name or config.model)
+    metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics.cache_config(
+        block_size=config.page_size,
+        num_gpu_blocks=limits.num_pages - 1,
+        cache_dtype=dtype,
+        enable_prefix_caching=False,
+    )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
     _describe(report, config, source, model, dtype, mesh, programs, limits, store)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)

@@ -183,6 +183,7 @@ class Engine:
             seq = chunk.seq
             if chunk.start == 0 and seq.preemptions == 0:
                 self._queued -= 1
+                seq.admitted_at = now
                 entry = self._entries[seq.request_id]
                 if not entry.admitted:
                     entry.admitted = True
@@ -230,16 +231,20 @@ class Engine:
         entry.open -= 1
         now = time.monotonic()
         first = None if seq.first_token_at is None else seq.first_token_at - seq.arrived_at
+        queued = None if seq.admitted_at is None else seq.admitted_at - seq.arrived_at
         self.metrics.finished(
             seq.finish_reason or "error",
             len(seq.prompt),
             len(seq.output),
             now - seq.arrived_at,
+            queue_seconds=queued,
             first_token_seconds=first,
             preemptions=seq.preemptions,
         )
         if entry.open == 0:
             self._entries.pop(entry.request_id, None)
+            most = max(len(output.seq.output) for output in entry.outputs)
+            self.metrics.request_finished(len(entry.outputs), seq.params.max_tokens, most)
             delta = replace(delta, request_done=True)
         return delta
 

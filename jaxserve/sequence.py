@@ -46,6 +46,7 @@ class Sequence:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
