@@ -7,12 +7,13 @@ import re
 
 from aiohttp import web
 
+from serve import page
 from serve.connection import Connection
 from serve.errors import ApiError, Handler, as_api_error
 from serve.record import CURRENT, Record, request_id, write_line
 from serve.state import STATE, State
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS
 """What needs no key: probes carry none."""
 
 REJECTIONS = {

@@ -5,6 +5,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from serve import page
 from serve.chat import chat_completions
 from serve.completions import completions
 from serve.guards import access_middleware, add_headers, error_middleware, record_middleware
@@ -38,6 +39,7 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/load", _load),
             web.get("/version", _version),
             web.get("/metrics", _metrics),
+            *page.routes(),
         ]
     )
     return app
