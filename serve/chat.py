@@ -11,12 +11,15 @@ from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutpu
 from serve.errors import bad_request
 from serve.generation import Generation, PromptInput, parse, prompt_usage, read_json
 from serve.logprobs import chat_logprobs, prompt_logprobs
+from serve.openapi import RUN_ERRORS, api
+from serve.protocol.answers import ChatChunk, ChatCompletion, Error
 from serve.protocol.chat import ChatRequest, ChatTemplateFields
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
 from serve.turn import Conversation, encode_conversation
 
 
+@api(ChatCompletion, body=ChatRequest, events=ChatChunk | Error, errors=RUN_ERRORS)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, ``n`` times."""
     state = request.app[STATE]

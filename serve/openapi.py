@@ -26,7 +26,7 @@ RUN_ERRORS = (*BODY_ERRORS, 504)
 
 @dataclass(frozen=True, kw_only=True)
 class Api:
-    """What a route takes and answers. A type stands for JSON of that type, a string for a media type."""
+    """What a route takes and answers. A type stands for JSON of that type, a tuple for one of those media types."""
 
     answer: Any
     body: Any = None
@@ -60,7 +60,7 @@ def route() -> web.RouteDef:
     """The route of the document, which is made when first asked for."""
     made: dict[bool, str] = {}
 
-    @api(dict[str, Any])
+    @api(dict[str, Any], errors=(500,))
     async def openapi(request: web.Request) -> web.Response:
         """This document."""
         keys = bool(request.app[STATE].key_digests)
@@ -118,7 +118,7 @@ def _said(handler: Any) -> Api:
 
 def _types(said: Api) -> list[Any]:
     found = (said.answer, said.body, said.events, *said.answers.values())
-    return [kind for kind in found if kind is not None and not isinstance(kind, str)]
+    return [kind for kind in found if kind is not None and not isinstance(kind, tuple)]
 
 
 def _open(schema: Any) -> Any:
@@ -128,8 +128,8 @@ def _open(schema: Any) -> Any:
 def _content(kind: Any, schemas: list[tuple[Any, Any]]) -> dict[str, Any]:
     if kind is None:
         return {}
-    if isinstance(kind, str):
-        return {kind: {"schema": {"type": "string"}}}
+    if isinstance(kind, tuple):
+        return {media: {"schema": {"type": "string"}} for media in kind}
     return {"application/json": {"schema": next(schema for known, schema in schemas if known == kind)}}
 
 

@@ -5,12 +5,14 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from serve import page
+from serve import openapi
 from serve.chat import chat_completions
 from serve.completions import completions
 from serve.guards import access_middleware, add_headers, error_middleware, record_middleware
 from serve.httpmetrics import Together
+from serve.openapi import api
 from serve.options import ServerOptions
+from serve.protocol.answers import Health, Load, Model, ModelList, Ready, Report, Version
 from serve.state import STATE, State
 from serve.tokens import detokenize, tokenize
 
@@ -39,7 +41,7 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/load", _load),
             web.get("/version", _version),
             web.get("/metrics", _metrics),
-            *page.routes(),
+            openapi.route(),
         ]
     )
     return app
@@ -51,24 +53,33 @@ def _model_card(state: State) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
+        "root": state.model_name,
+        "parent": None,
         "max_model_len": state.llm.max_model_len,
     }
 
 
+@api(ModelList, errors=(500, 503))
 async def _models(request: web.Request) -> web.Response:
+    """The model that is served."""
     return web.json_response({"object": "list", "data": [_model_card(request.app[STATE])]})
 
 
+@api(Model, errors=(404, 500, 503))
 async def _model(request: web.Request) -> web.Response:
+    """The model of this name."""
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
     return web.json_response(_model_card(state))
 
 
+@api(Report, errors=(500, 503))
 async def _report(request: web.Request) -> web.Response:
+    """How the engine was set up."""
     return web.json_response(request.app[STATE].llm.report())
 
 
+@api(Health, answers={503: Health}, errors=(500,), open=True)
 async def _health(request: web.Request) -> web.Response:
     """Liveness by forward progress: 503 where the engine is dead, or has work and has finished no step for long."""
     state = request.app[STATE]
@@ -86,6 +97,7 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response(answer, status=200 if status == "ok" else 503)
 
 
+@api(Ready, answers={503: Ready}, errors=(500,), open=True)
 async def _ready(request: web.Request) -> web.Response:
     """Readiness: 503 while the model loads, while the server drains, and where the engine is dead."""
     state = request.app[STATE]
@@ -98,6 +110,7 @@ async def _ready(request: web.Request) -> web.Response:
     return web.json_response({"status": status}, status=200 if status == "ready" else 503)
 
 
+@api(Load, errors=(500,))
 async def _load(request: web.Request) -> web.Response:
     """Requests in flight: all that the server works on, and the engine's sequences that run and that wait."""
     state = request.app[STATE]
@@ -110,10 +123,13 @@ async def _load(request: web.Request) -> web.Response:
     return web.json_response(answer)
 
 
+@api(Version, errors=(500,))
 async def _version(request: web.Request) -> web.Response:
+    """The server's version."""
     return web.json_response({"version": request.app[STATE].version})
 
 
+@api(("text/plain", "application/openmetrics-text"), errors=(500,))
 async def _metrics(request: web.Request) -> web.Response:
     """What the engine counts, once there is one, and what the server counts."""
     state = request.app[STATE]

@@ -38,8 +38,10 @@ class Chunks:
         return f'{self._head}],"usage":{dumps(usage)}}}\n\n'.encode()
 
 
-async def send_events(request: web.Request, events: AsyncGenerator[Iterable[bytes]]) -> web.StreamResponse:
-    """Answer with ``events``, each batch in one write, then ``[DONE]``; with comments where nothing comes for long.
+async def send_events(
+    request: web.Request, events: AsyncGenerator[Iterable[bytes]], end: bytes = DONE
+) -> web.StreamResponse:
+    """Answer with ``events``, each batch in one write, then ``end``; with comments where nothing comes for long.
 
     A slow reader holds up only itself, and its connection is cut when it stops (``Connection``). An error becomes an
     event with the error object: the status is long gone. Where the client has gone, the rest is dropped; the caller's
@@ -62,7 +64,7 @@ async def send_events(request: web.Request, events: AsyncGenerator[Iterable[byte
             raise
         except Exception as error:
             await response.write(error_event(error))
-        await response.write(DONE)
+        await response.write(end)
         await response.write_eof()
     except ConnectionError:
         record.disconnected = True

@@ -27,10 +27,23 @@ class Error(TypedDict):
 
 
 @closed
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+@closed
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+@closed
 class Usage(TypedDict):
     prompt_tokens: int
+    """Each prompt counts once, however many completions it has."""
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 @closed
@@ -103,6 +116,120 @@ class CompletionChunk(TypedDict):
 
 
 @closed
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+@closed
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+@closed
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+@closed
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@closed
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+@closed
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+type ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+@closed
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+@closed
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    truncated_prompt_tokens: NotRequired[int]
+
+
+@closed
+class FunctionCallPiece(TypedDict):
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+@closed
+class ToolCallPiece(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallPiece
+
+
+@closed
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallPiece]]
+
+
+@closed
+class ChatPiece(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+@closed
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: NotRequired[Usage | None]
+    truncated_prompt_tokens: NotRequired[int]
+
+
+@closed
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -131,6 +258,34 @@ class Tokens(TypedDict):
 @closed
 class Detokenized(TypedDict):
     prompt: str
+
+
+@closed
+class Health(TypedDict):
+    status: Literal["ok", "starting", "stalled", "dead"]
+    running: NotRequired[int]
+    waiting: NotRequired[int]
+    seconds_since_progress: NotRequired[float]
+
+
+@closed
+class Ready(TypedDict):
+    status: Literal["ready", "loading", "shutting down", "dead"]
+    phase: NotRequired[str]
+    """What the start is at."""
+
+
+@closed
+class Load(TypedDict):
+    server_load: int
+    """Requests that the server works on."""
+    running: int
+    waiting: int
+
+
+@closed
+class Version(TypedDict):
+    version: str
 
 
 type Report = dict[str, Any]

@@ -40,11 +40,10 @@ class StreamOptions(Body):
     """Tell in every chunk the usage so far."""
 
 
-class SamplingFields(Body):
-    """The fields that both completion endpoints share."""
+class EngineFields(Body):
+    """The fields that all generating endpoints share."""
 
     model: str | None = None
-    n: Annotated[int | None, said(minimum=1, maximum=MAX_N)] = None
     temperature: Annotated[float | None, said(minimum=0, maximum=100)] = None
     top_k: Annotated[int | None, said(minimum=-1)] = None
     top_p: Annotated[float | None, said(exclusiveMinimum=0, maximum=1)] = None
@@ -75,7 +74,6 @@ class SamplingFields(Body):
         said(anyOf=[{"type": "array", "items": STRING, "maxItems": MAX_BAD_WORDS}, STRING, {"type": "null"}]),
     ] = None
     min_tokens: Annotated[int | None, said(minimum=0)] = None
-    max_tokens: Annotated[int | None, said(minimum=0)] = None
     ignore_eos: bool | None = None
     stop: Annotated[
         SkipValidation[str | list[str] | None],
@@ -84,18 +82,12 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[SkipValidation[list[int] | None], said(anyOf=[TOKEN_IDS, {"type": "null"}])] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int | None, said(minimum=0, maximum=MAX_LOGPROBS)] = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
-    truncate_prompt_tokens: Annotated[int | None, said(minimum=-1, **{"not": {"const": 0}})] = None
-    """Keep the last so many tokens of the prompt; -1 as many as fit. The answer tells how many were dropped."""
     stream: bool = False
-    stream_options: StreamOptions | None = None
     priority: Annotated[int, said(minimum=-MAX_PRIORITY - 1, maximum=MAX_PRIORITY)] = 0
     """Lower goes first."""
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     """Prompts share cached tokens only where their salts are equal. Nothing is shared yet."""
-    return_token_ids: bool = False
     user: str | None = None
     """Accepted and not used."""
 
@@ -106,6 +98,24 @@ class SamplingFields(Body):
             return SamplingParams(**(given | more))
         except OverflowError:
             raise bad_request("a number is too large for a float", code="invalid_value") from None
+
+    def check(self) -> None:
+        """Refuse combinations that make no sense."""
+        if not -MAX_PRIORITY - 1 <= self.priority <= MAX_PRIORITY:
+            raise bad_request("priority must fit in 32 bits", param="priority")
+
+
+class SamplingFields(EngineFields):
+    """The fields that both completion endpoints share."""
+
+    n: Annotated[int | None, said(minimum=1, maximum=MAX_N)] = None
+    max_tokens: Annotated[int | None, said(minimum=0)] = None
+    prompt_logprobs: Annotated[int | None, said(minimum=0, maximum=MAX_LOGPROBS)] = None
+    response_format: ResponseFormat | None = None
+    truncate_prompt_tokens: Annotated[int | None, said(minimum=-1, **{"not": {"const": 0}})] = None
+    """Keep the last so many tokens of the prompt; -1 as many as fit. The answer tells how many were dropped."""
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
 
     def language(self) -> StructuredOutputs | None:
         """What the answer must belong to, where anything was asked for. Raises RequestError."""
@@ -120,11 +130,9 @@ class SamplingFields(Body):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def check(self) -> None:
-        """Refuse combinations that make no sense."""
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options may only be given with stream", param="stream_options")
-        if not -MAX_PRIORITY - 1 <= self.priority <= MAX_PRIORITY:
-            raise bad_request("priority must fit in 32 bits", param="priority")
         if (keep := self.truncate_prompt_tokens) is not None and (keep < -1 or keep == 0):
             message = f"truncate_prompt_tokens must be positive, or -1 for what fits; got {keep}"
             raise bad_request(message, param="truncate_prompt_tokens")
