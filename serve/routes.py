@@ -5,7 +5,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from serve import openapi
+from serve import openapi, page
 from serve.chat import chat_completions
 from serve.completions import completions
 from serve.guards import access_middleware, add_headers, error_middleware, record_middleware
@@ -42,6 +42,7 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/version", _version),
             web.get("/metrics", _metrics),
             openapi.route(),
+            *page.routes(),
         ]
     )
     return app
