@@ -155,13 +155,7 @@ def _add_generate(commands: Any) -> None:
     prompts.add_argument("--system", metavar="TEXT", help="system message for every --chat")
     prompts.add_argument("--json", action="store_true", help="JSON lines for a single prompt too")
     prompts.add_argument("--output", type=Path, metavar="FILE", help="write there instead of to standard output")
-    add_options(
-        parser,
-        SamplingParams,
-        title="sampling",
-        skip=("structured_outputs",),
-        defaults={"max_tokens": MAX_TOKENS},
-    )
+    add_options(parser, SamplingParams, title="sampling", defaults={"max_tokens": MAX_TOKENS})
     flags = {"seed": ("--engine-seed",)}
     add_options(parser, EngineConfig, title="engine", skip=("model", "served_name"), flags=flags)
     parser.set_defaults(command=_generate, kinds=(SamplingParams, EngineConfig))

@@ -16,9 +16,18 @@ import jax
 from jaxserve.build import build
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
+from jaxserve.grammar import Grammars
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
-from jaxserve.request import CompletionOutput, Delta, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from jaxserve.request import (
+    CompletionOutput,
+    Delta,
+    EngineDeadError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+)
 from jaxserve.sequence import Sequence as EngineSequence
 from jaxserve.tokenizer import Tokenizer
 
@@ -45,6 +54,7 @@ class LLM:
         self.model_config: ModelConfig = self._built.model
         self.max_model_len: int = self._built.limits.max_model_len
         self.vocab_size: int = self._built.model.vocab_size
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, self._built.eos_ids)
         self._engine = self._built.engine
         self._seeds = random.Random(self.config.seed)
         self._seeds_lock = threading.Lock()
@@ -126,11 +136,16 @@ class LLM:
     def submit(self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0) -> str:
         """Queue a request; ``on_delta`` is called on the engine's thread and must be quick. Returns the request's id.
 
-        Raises ``RequestError`` (what is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
+        With ``structured_outputs`` the grammar is compiled here, on the caller's thread. Raises ``RequestError`` (what
+        is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
         """
         request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority)
         self._engine.submit(request_id, sequences, on_delta)
         return request_id
+
+    def check_structured_outputs(self, wish: StructuredOutputs) -> None:
+        """Raise ``RequestError`` for what cannot be enforced. Compiles, so that a request with it starts at once."""
+        self._grammars.compile(wish)
 
     def abort(self, request_id: str) -> None:
         """End a request early; its last delta says "abort". Unknown ids are ignored."""
@@ -204,6 +219,8 @@ class LLM:
             raise RequestError("stop strings need a tokenizer, which this model has not", param="stop")
         bad = self._bad_words(params)
         self._check_choice_left(params, bad)
+        wish = params.structured_outputs
+        grammar = None if wish is None else self._grammars.compile(wish)
         request_id = f"req-{uuid.uuid4().hex}"
         if params.echo and text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -219,6 +236,7 @@ class LLM:
                 seed=(base + index) & 0xFFFFFFFFFFFFFFFF,
                 limit=limit,
                 bad_words=bad,
+                constraint=None if grammar is None else grammar.start(),
                 priority=priority,
             )
             if own.prompt_logprobs is not None:

@@ -102,6 +102,8 @@ def _how(hint: Any) -> dict[str, Any]:
     ]
     for option in choices:
         origin = typing.get_origin(option)
+        if dataclasses.is_dataclass(option):
+            return {"type": functools.partial(_dataclass, option), "metavar": "JSON"}
         if origin is Mapping:
             return {"type": _json_object, "metavar": "JSON"}
         if origin in (Sequence, tuple):
@@ -129,6 +131,17 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def _dataclass(kind: Any, text: str) -> Any:
+    fields = _json_object(text)
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := set(fields) - set(known):
+        raise argparse.ArgumentTypeError(f"unknown field {min(unknown)!r}; known: {', '.join(known)}")
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @functools.cache

@@ -147,6 +147,10 @@ class ProgramSet:
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
         yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
+        for rows in self.buckets.masks:
+            words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
+            args = (state.allowed, self.array((rows,), jnp.int32), words)
+            yield self._program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
 
     def embed(self, bucket: StepBucket) -> Program:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:

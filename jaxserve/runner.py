@@ -78,6 +78,10 @@ class Runner:
         run, state, bucket = self.compiled, self.state, batch.bucket
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
+        if len(batch.mask_slots):
+            masks = run[f"masks {len(batch.mask_slots)}"]
+            allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
+            state.slots = state.slots._replace(allowed=allowed)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         for call, weights, where in self.calls[bucket]:
             state.kv[where], x = call(weights, state.kv[where], x, ctx)

@@ -60,8 +60,8 @@ class Scheduler:
             if seq.status is not Status.RUNNING or seq.prefilling:
                 continue
             planned = len(seq) + seq.pending
-            if planned >= seq.limit or (seq.pending and seq.host_driven):
-                continue  # it ends when collected, or waits for its own last token
+            if planned >= seq.limit or (seq.pending and seq.host_driven) or seq.awaits_mask:
+                continue  # it ends when collected, or waits for its own last token, or for what may follow that
             if self._grow(seq, planned):
                 chosen.append(seq)
         return chosen
@@ -101,8 +101,14 @@ class Scheduler:
         return chunks
 
     def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk]) -> int:
-        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes."""
-        count = min(seq.prefill_end - seq.computed, blocks * self.block)
+        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes.
+
+        The last chunk chooses a token, so it waits where the sequence's mask is not there yet.
+        """
+        left = seq.prefill_end - seq.computed
+        count = min(left, blocks * self.block)
+        if count == left and seq.awaits_mask:
+            return 0
         start, seq.computed = seq.computed, seq.computed + count
         chunks.append(Chunk(seq, start, count, final=not seq.prefilling))
         return -(-count // self.block)

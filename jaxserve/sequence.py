@@ -4,6 +4,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from jaxserve.constraint import Constraint
 from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -31,6 +32,8 @@ class Sequence:
     """Most tokens, prompt and output."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token sequences that ``params.bad_words`` stand for."""
+    constraint: Constraint | None = None
+    """Where it stands in the language of ``params.structured_outputs``."""
     priority: int = 0
     arrival: int = 0
     arrived_at: float = field(default_factory=time.monotonic)
@@ -71,7 +74,12 @@ class Sequence:
     @property
     def host_driven(self) -> bool:
         """True where the next token's bans depend on the last token, so that steps cannot run ahead of the host."""
-        return bool(self.params.bad_words)
+        return bool(self.params.bad_words) or self.constraint is not None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """True while the mask of its next token is being computed: it can choose no token."""
+        return self.constraint is not None and self.constraint.mask is None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens at positions ``[start, stop)``."""
