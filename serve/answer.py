@@ -1,15 +1,17 @@
 """A turn on the engine: its deltas as parts, cut at stop strings, and whole."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
+from jaxserve.detokenizer import StopMatcher
 from jaxserve.request import Delta, RequestError, TokenLogprob
-from serve.errors import bad_request
 from serve.generation import Generation
 from serve.parsers.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegin
 from serve.state import State
+from serve.tools import named
 from serve.turn import Turn
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -73,20 +75,26 @@ class Completion:
 
 
 class _Follower:
-    """Reads one completion."""
+    """Reads one completion. ``done`` once it has ended, be it at a stop string that the engine does not know of."""
 
     def __init__(self, turn: Turn):
         self._turn, self._parser, self._called = turn, turn.parser(), False
+        self._stops = StopMatcher(turn.stop, turn.params.include_stop_str_in_output)
+        self.done = False
 
     def add(self, delta: Delta) -> Step:
+        thinking = getattr(self._parser, "thinking", False)
         parts = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
+        ended = delta.finish_reason is not None
+        if ended:
             parts += self._parser.finish()
+        parts, stopped = self._said(parts, last=ended) if self._turn.stop else (parts, None)
         self._called |= any(isinstance(part, ToolCallBegin) for part in parts)
+        self.done = ended or stopped is not None
         reason: FinishReason | None = None
-        if delta.finish_reason == "length":
+        if delta.finish_reason == "length" and stopped is None:
             reason = "length"
-        elif delta.finish_reason is not None:
+        elif self.done:
             reason = self._turn.calls_end_as if self._called else "stop"
         return Step(
             delta.index,
@@ -94,9 +102,28 @@ class _Follower:
             delta.token_ids,
             delta.logprobs,
             delta.prompt_logprobs,
-            finish_reason=reason,
-            stop_reason=delta.stop_reason,
+            len(delta.token_ids) if thinking else 0,
+            reason,
+            delta.stop_reason if stopped is None else stopped,
         )
+
+    def _said(self, parts: list[Part], *, last: bool) -> tuple[list[Part], str | None]:
+        """The parts up to the first stop string in what is said, and that string."""
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, Text):
+                text, stopped = self._stops.push(part.text)
+                if text:
+                    found.append(Text(text))
+                if stopped is not None:
+                    return found, stopped
+                continue
+            if held := self._stops.flush():
+                found.append(Text(held))
+            found.append(part)
+        if last and (held := self._stops.flush()):
+            found.append(Text(held))
+        return found, None
 
 
 class Answer:
@@ -114,7 +141,9 @@ class Answer:
         try:
             await self._generation.__aenter__()
         except RequestError as error:
-            raise _renamed(error, self._turn.grammar_field) from None
+            if (error.param or "").startswith("structured_outputs"):
+                raise named(error, self._turn.grammar_field) from None
+            raise
         return self
 
     async def __aexit__(
@@ -124,8 +153,15 @@ class Answer:
 
     async def __aiter__(self) -> AsyncGenerator[list[Step]]:
         followers = [_Follower(self._turn) for _ in range(self._turn.params.n)]
-        async for items in self._generation:
-            yield [followers[delta.index].add(delta) for _, delta in items]
+        async with aclosing(aiter(self._generation)) as batches:
+            async for items in batches:
+                steps = []
+                for _, delta in items:
+                    if not (follower := followers[delta.index]).done:
+                        steps.append(follower.add(delta))
+                yield steps
+                if all(follower.done for follower in followers):
+                    return
 
     async def completions(self) -> list[Completion]:
         """Every completion, once all are done."""
@@ -134,11 +170,3 @@ class Answer:
             for step in steps:
                 found[step.index].add(step)
         return found
-
-
-def _renamed(error: RequestError, grammar_field: str) -> Exception:
-    param = error.param or ""
-    if not param.startswith("structured_outputs"):
-        return error
-    message = str(error).replace(param, grammar_field, 1)
-    return bad_request(message, param=grammar_field, code=error.code)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -121,12 +122,17 @@ class Generation:
             self._check_lengths()
             begun = time.perf_counter()
             for index, prompt in enumerate(self._prompts):
-                self._open[index] = self._state.llm.submit(
+                submit = partial(
+                    self._state.llm.submit,
                     prompt.ids,
                     self._params,
                     on_delta=self._state.poster(self._channel, index),
                     priority=self._priority,
                 )
+                # A grammar may take seconds to compile. Whoever goes away meanwhile leaves the request behind.
+                slow = self._params.structured_outputs is not None
+                left = self._state.llm.abort
+                self._open[index] = await self._state.in_thread(submit, undo=left) if slow else submit()
                 if time.perf_counter() - begun > SUBMIT_SECONDS:
                     await asyncio.sleep(0)
                     begun = time.perf_counter()

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serve.parsers.choose import FAMILIES, THINKING, check_names
+
+_FAMILIES, _THINKING = ", ".join(FAMILIES), ", ".join(THINKING)
 ACCESS_LOGS = ("text", "json", "off")
 
 
@@ -43,6 +46,10 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
+    tool_parser: str = _option("auto", f"How the model writes tool calls: auto (by its template), none, {_FAMILIES}.")
+    reasoning_parser: str = _option(
+        "auto", f"How the model marks its reasoning: auto (by its template), none, {_THINKING}."
+    )
             raise ValueError(f"port must be in [0, 65535], got {self.port}")
         for name in (
             *("max_body_bytes", "header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"),
@@ -69,6 +76,7 @@ class ServerOptions:
 
     def all_keys(self) -> tuple[str, ...]:
         """All API keys, those of the file read anew. Raises ValueError that names the option, never a key."""
+        check_names(self.tool_parser, self.reasoning_parser)
         if self.api_key_file is None:
             return self.api_key
         try:

@@ -17,8 +17,11 @@ from jaxserve.request import Delta
 from serve.errors import ApiError, unavailable
 from serve.httpmetrics import HttpMetrics
 from serve.options import ServerOptions
+from serve.parsers.choose import choose_formats
 
 TOKENIZER_THREADS = 2
+SLOW_THREADS = 2
+"""Grammars are compiled there."""
 INLINE_CHARACTERS = 4096
 """Texts up to this length are tokenized (or parsed) on the event loop: a hop to a thread would cost more."""
 WATCH_SECONDS = 0.5
@@ -103,6 +106,7 @@ class State:
         self.options = options
         self.version = __version__
         self.created = int(time.time())
+        self.model_name = ""
         self.phase = "starting"
         """What the start is at."""
         self.draining = False
@@ -117,6 +121,7 @@ class State:
         self._watcher: asyncio.Task[None] | None = None
         self._mailbox: Mailbox | None = None
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "jaxserve-tokenize")
+        self._slow_pool = ThreadPoolExecutor(SLOW_THREADS, "jaxserve-slow")
         self._token_texts: dict[int, tuple[str, bytes]] = {}
         if llm is not None:
             self.attach(llm)
@@ -124,8 +129,9 @@ class State:
     def attach(self, llm: Any) -> None:
         """The engine is ready."""
         self._llm = llm
-        self.model_name: str = llm.config.served_name or llm.config.model
+        self.model_name = llm.config.served_name or llm.config.model
         self.longest_text = _longest_text(llm)
+        self.formats = choose_formats(llm.tokenizer, self.options.tool_parser, self.options.reasoning_parser)
         if self._mailbox is not None:
             self._watcher = asyncio.create_task(self._watch())
 
@@ -163,6 +169,7 @@ class State:
         if self._watcher is not None:
             self._watcher.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._slow_pool.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
         while self.llm.health().alive:
@@ -201,9 +208,22 @@ class State:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
+    async def in_thread[T](self, function: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+        """Run ``function``, which may take seconds, beside the loop, and beside what ``offload`` runs.
+
+        Where whoever waits is cancelled, its result goes to ``undo`` instead.
+        """
+        work = self._slow_pool.submit(function)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if not work.cancel():
+                work.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+            raise
+
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served here; None means whatever is served."""
-        if name is not None and name != self.model_name:
+        if self.loaded and name is not None and name != self.model_name:
             message = f"the model {name[:200]!r} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -1,6 +1,7 @@
 """A stand-in for ``jaxserve.LLM``: the same surface, bytes for tokens, and an answer that a script says."""
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -25,6 +26,10 @@ class ByteTokenizer:
 
     def __init__(self, *, add_bos: bool = False):
         self.add_bos = add_bos
+
+    @property
+    def tool_template(self) -> str:
+        return self.chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special_tokens) + list(text.encode())
@@ -118,6 +123,11 @@ class FakeLLM:
         self.submitted.append(job)
         self._inbox.put(job)
         return job.id
+
+    def check_structured_outputs(self, wish) -> None:
+        """Refuses schemas that hold "not"; enforces nothing."""
+        if "not" in json.dumps(wish.json):
+            raise RequestError('structured_outputs.json: at /: keyword "not"', param="structured_outputs.json")
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -269,7 +269,7 @@ def test_every_sampling_field_reaches_the_engine(server):
     assert complete(server, priority=5, user="me", **fields)[0] == 200
     job = server.llm.submitted[-1]
     assert job.priority == 5
-    names = set(type(job.params).__dataclass_fields__) - {"echo", "structured_outputs"}
+    names = set(type(job.params).__dataclass_fields__) - {"echo", "structured_outputs", "keep_special_ids"}
     assert names == set(fields)
     expected = fields | {"logit_bias": {5: 1.5}}
     for name in ("allowed_token_ids", "bad_words", "stop", "stop_token_ids"):

@@ -139,5 +139,5 @@ class SamplingFields(EngineFields):
 
 
 _SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)} - {
-    *("max_tokens", "logprobs", "echo", "structured_outputs")
+    *("max_tokens", "logprobs", "echo", "structured_outputs", "keep_special_ids")
 }
