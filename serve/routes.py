@@ -13,6 +13,7 @@ from serve.httpmetrics import Together
 from serve.openapi import api
 from serve.options import ServerOptions
 from serve.protocol.answers import Health, Load, Model, ModelList, Ready, Report, Version
+from serve.responses import responses
 from serve.state import STATE, State
 from serve.tokens import detokenize, tokenize
 
@@ -29,6 +30,7 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
         [
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", responses),
             web.get("/v1/models", _models),
             web.get("/v1/models/{name:.+}", _model),
             web.get("/v1/engine/report", _report),

@@ -19,7 +19,7 @@ from jaxserve.request import (
 )
 from serve.errors import bad_request
 from serve.protocol.base import Body
-from serve.protocol.structured import ResponseFormat, StructuredFields, structured_outputs
+from serve.protocol.structured import JsonSchemaFormat, ResponseFormat, StructuredFields, chosen, one_of
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -119,7 +119,9 @@ class SamplingFields(EngineFields):
 
     def language(self) -> StructuredOutputs | None:
         """What the answer must belong to, where anything was asked for. Raises RequestError."""
-        return structured_outputs(self.response_format, self.structured_outputs)
+        given = self.response_format
+        wanted = chosen(given.json_schema if isinstance(given, JsonSchemaFormat) else given)
+        return one_of(wanted, self.structured_outputs, "response_format")
 
     @property
     def include_usage(self) -> bool:

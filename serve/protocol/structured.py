@@ -67,16 +67,15 @@ class StructuredFields(Body):
         )
 
 
-def structured_outputs(format: Any, fields: StructuredFields | None) -> StructuredOutputs | None:
-    """What ``response_format`` (a ``ResponseFormat``) or ``structured_outputs`` asks for; both together are refused."""
-    wanted = None
+def chosen(format: TextFormat | JsonObjectFormat | NamedSchema | None) -> StructuredOutputs | None:
+    """What a format asks for."""
     if isinstance(format, JsonObjectFormat):
-        wanted = StructuredOutputs(json_object=True)
-    elif isinstance(format, JsonSchemaFormat):
-        wanted = StructuredOutputs(json=format.json_schema.schema_)
-    if fields is None:
-        return wanted
-    if wanted is not None:
-        message = "response_format and structured_outputs exclude each other"
-        raise bad_request(message, param="structured_outputs")
-    return fields.language()
+        return StructuredOutputs(json_object=True)
+    return StructuredOutputs(json=format.schema_) if isinstance(format, NamedSchema) else None
+
+
+def one_of(wanted: StructuredOutputs | None, fields: StructuredFields | None, name: str) -> StructuredOutputs | None:
+    """``wanted``, which the field ``name`` asked for, or what ``structured_outputs`` asks for; both are refused."""
+    if wanted is not None and fields is not None:
+        raise bad_request(f"{name} and structured_outputs exclude each other", param="structured_outputs")
+    return wanted if fields is None else fields.language()
