@@ -374,6 +374,25 @@ def test_markup_in_an_answer_stays_text(open_tab):
     assert tab.page.title() == "tiny · jaxserve"
 
 
+def test_the_fence_holds(open_tab):
+    """Even code on the page itself can neither make markup of text nor reach another host."""
+    tab = open_tab()
+    other = tab.server.url.replace("127.0.0.1", "localhost")
+    tries = {
+        "markup": "() => { document.body.innerHTML = '<b>'; }",
+        "program": "() => { const one = document.createElement('script'); one.text = '1'; document.body.append(one); }",
+        "request": f"() => fetch('{other}/health', {{mode: 'no-cors'}})",
+        "image": f"""() => new Promise((loaded, failed) => {{
+            const one = new Image(); one.onload = loaded; one.onerror = () => failed(new TypeError("no")); one.src =
+            '{other}/web/icon.svg'; }})""",
+    }
+    for script in tries.values():
+        found = tab.page.evaluate(f"Promise.resolve().then({script}).then(() => 'done', (error) => error.name)")
+        assert found == "TypeError", script
+    tab.complaints.clear()
+    tab.asked.clear()
+
+
 def test_gauges_move(open_tab):
     llm = FakeLLM()
     llm.report = lambda: {"limits": {"max_num_seqs": 8}, "kv cache": {"pages": 200}}

@@ -144,7 +144,7 @@ let polls = 0;
 let refused = null; // the key that opens nothing: not to be tried every second
 
 async function poll() {
-  if (polls++ % HEALTH_EVERY === 0) await checkHealth();
+  if (state !== "ready" || polls++ % HEALTH_EVERY === 0) await checkHealth();
   if (refused === storedKey()) return;
   try {
     limits ??= await readLimits();
@@ -156,7 +156,7 @@ async function poll() {
     section.classList.add("stale");
     limits = null; // after a restart they may be others
     if (error.status === 401) refused = storedKey();
-    if (error.status === 0) polls = 0;
+    else polls = 0; // look at once what is wrong
   }
 }
 
