@@ -5,7 +5,6 @@ the loop leaves a sequence out of its steps until its mask is there, and nobody 
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 THREADS = 4
-"""Most threads that compute masks (fewer where there are fewer CPUs)."""
+"""That compute masks: more than there may be CPUs, so that a slow mask does not hold up the others."""
 GRACE_SECONDS = 0.001
 """How long a step is held back so that masks which are nearly ready go along: sequences then stay in step."""
 
@@ -56,7 +55,7 @@ class MaskPool:
 
     def __init__(self, done: Callable[[object, Mask], None]):
         self._done = done
-        self._threads = ThreadPoolExecutor(max(1, min(THREADS, os.cpu_count() or 1)), "jaxserve-mask")
+        self._threads = ThreadPoolExecutor(THREADS, "jaxserve-mask")
 
     def advance(self, owner: object, constraint: Constraint, token: int) -> None:
         """Take the constraint's mask away and compute the next one; ``done(owner, mask)`` follows."""

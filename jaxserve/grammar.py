@@ -5,6 +5,7 @@ expressions, walking the vocabulary's trie. Here is what surrounds it: reading t
 grammars, the tokenizer in its form, and the end of a text. Imports no jax.
 """
 
+import itertools
 import json
 import re
 import threading
@@ -55,11 +56,39 @@ class _Vocabulary:
             eos_ids = [size]
         self.eos_token_id = eos_ids[0]
         self.special_token_ids = sorted(special)
+        names = [re.escape(self.tokens[i].decode(errors="replace")) for i in self.special_token_ids]
+        self._special = re.compile("|".join(sorted((name for name in names if name), key=len, reverse=True)) or "(?!)")
         self.eos_ids = eos_ids
+        self._ids: dict[bytes, int] = {}
+        self._longest = 0
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of a text that the grammar forces, exactly its bytes.
+
+        What is spelled like a special token is text there, so it is cut. Tokenizers that begin every text with a space
+        do not spell it; then the longest tokens are taken that do.
+        """
         text = text if isinstance(text, str) else text.decode(errors="replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        cuts = [0, *(match.start() + 1 for match in self._special.finditer(text)), len(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts) if start < end]
+        ids = [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+        wanted = text.encode()
+        return ids if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == wanted else self._greedy(wanted)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        if not self._ids:
+            special = set(self.special_token_ids)
+            self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+            self._longest = max(map(len, self._ids), default=0)
+        ids, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), None)
+            if size is None:
+                break
+            ids.append(self._ids[text[at : at + size]])
+            at += size
+        return ids
 
 
 class Grammars:

@@ -20,6 +20,9 @@ MAX_SIZE = 1 << 31
 MAX_BOUND = 1 << 53
 """Largest ``minimum`` and the like: beyond it, floats skip integers."""
 
+MAX_OPEN_BOUND = 1 << 40
+"""Largest exclusive bound of numbers with fractions."""
+
 ANNOTATIONS = frozenset(
     {"$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
     | {"contentMediaType", "contentEncoding", "contentSchema", "discriminator"}
@@ -216,6 +219,7 @@ class _Reader:
                 raise SchemaError(where, f"{key!r:.40} is no keyword")
             self.keyword(out, given, key, value, where, depth)
         self.format(out, given, where)
+        self.open_bounds(out, where)
         if "minProperties" in out and out["minProperties"] <= len(out.get("required", ())):
             del out["minProperties"]  # said already
         elif out.get("minProperties", 0) > 1:
@@ -331,6 +335,27 @@ class _Reader:
         if pointer and pointer not in self.names:
             self.names[pointer] = self.todo[pointer] = str(len(self.names))
         return f"#/$defs/{self.names[pointer]}" if pointer else "#"
+
+    def open_bounds(self, out: dict[str, Any], where: str) -> None:
+        """Write an exclusive bound that is whole as the closed one just inside it.
+
+        The compiler takes 0 for a number above 0 and below 0.5 (llguidance 1.9.1): it drops the exclusion where the
+        whole parts of both bounds are the same. For integers it is right.
+        """
+        if out.get("type") == "integer":
+            return
+        for key, other, sign, choose in (
+            ("exclusiveMinimum", "minimum", 1, max),
+            ("exclusiveMaximum", "maximum", -1, min),
+        ):
+            bound = out.get(key)
+            if not isinstance(bound, int):
+                continue
+            if abs(bound) > MAX_OPEN_BOUND:
+                raise SchemaError(where, "must not be beyond 2^40 where fractions are allowed", key)
+            inside = bound + sign * max(1e-9, 2 * math.ulp(bound))
+            del out[key]
+            out[other] = choose(inside, out.get(other, inside))
 
     def format(self, out: dict[str, Any], given: Mapping[str, Any], where: str) -> None:
         if "format" not in given:

@@ -9,14 +9,13 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
 
 import jax
 
 from jaxserve.build import build
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
-from jaxserve.grammar import Grammars
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
 from jaxserve.request import (
@@ -30,6 +29,9 @@ from jaxserve.request import (
 )
 from jaxserve.sequence import Sequence as EngineSequence
 from jaxserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.grammar import Grammars
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
@@ -54,7 +56,6 @@ class LLM:
         self.model_config: ModelConfig = self._built.model
         self.max_model_len: int = self._built.limits.max_model_len
         self.vocab_size: int = self._built.model.vocab_size
-        self._grammars = Grammars(self.tokenizer, self.vocab_size, self._built.eos_ids)
         self._engine = self._built.engine
         self._seeds = random.Random(self.config.seed)
         self._seeds_lock = threading.Lock()
@@ -64,6 +65,12 @@ class LLM:
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
         self._engine.start()
+
+    @functools.cached_property
+    def _grammars(self) -> "Grammars":
+        from jaxserve.grammar import Grammars  # its library takes a tenth of a second that a start need not wait for
+
+        return Grammars(self.tokenizer, self.vocab_size, self._built.eos_ids)
 
     # -- whole requests -----------------------------------------------------------------------------------------------
 
