@@ -153,16 +153,20 @@ def _compose(
             raise named(error, conversation.structured_field) from None
     if family is not None:
         tools = enforceable(tools, conversation, state.llm)
-    grammar = turn_grammar(
-        Lark(state.formats.special, _markers(family, thinking)),
-        thinking=thinking,
-        opened=opened,
-        family=family,
-        tools=[tool for tool in tools if choice in ("auto", "required", tool.name)],
-        forced=forced,
-        parallel=conversation.parallel_tool_calls and choice in CHOICES,
-        wanted=wanted,
-    )
+    lark = Lark(state.formats.special, _markers(family, thinking))
+    try:
+        grammar = turn_grammar(
+            lark,
+            thinking=thinking,
+            opened=opened,
+            family=family,
+            tools=[tool for tool in tools if choice in ("auto", "required", tool.name)],
+            forced=forced,
+            parallel=conversation.parallel_tool_calls and choice in CHOICES,
+            wanted=wanted,
+        )
+    except ValueError as error:
+        raise bad_request(f"tools: {error}", param="tools") from None
     return tools, StructuredOutputs(grammar=grammar)
 
 

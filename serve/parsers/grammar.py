@@ -53,8 +53,9 @@ def _free(lark: Lark, family: Family, tools: Sequence[Tool], parallel: bool, thi
     opening = regex(family.opening)
     if family.anchored:
         text = lark.rule("TEXT", f"/(?s:.+)/ & ~/(?s:\\s*{opening}.*)/{no_thought}")
-        tag = f"({lark.text(family.markers[0])})?" if family.markers else ""
-        return f"{text}? | {tag} {lark.text(family.opening)} {calls}"
+        head = lark.rule("OPENING", f"/(?s:\\s*){opening}/")
+        special = [marker for marker in family.markers if lark.special(marker) is not None]
+        return f"{text}? | {''.join(f'({lark.text(marker)})? ' for marker in special)}{head} {calls}"
     text = lark.rule("TEXT", f"/(?s:.+)/ & ~/(?s:.*{opening}.*)/{no_thought}")
     if lark.special(family.opening) is not None:
         return f"{text}? | {text}? {lark.text(family.opening)} {calls}"

@@ -50,7 +50,16 @@ class Arguments:
 
 def is_text(schema: Any) -> bool:
     """True where a value of the schema is text as it stands, in no quotes."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+    if not isinstance(schema, Mapping):
+        return False
+    listed = _listed(schema)
+    return schema.get("type") == "string" or (bool(listed) and all(isinstance(item, str) for item in listed))
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that an enumeration or a constant allows."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return listed if isinstance(listed, list) else []
 
 
 def _no_constant(name: str) -> Any:
@@ -76,9 +85,8 @@ def arguments_rule(lark: Lark, number: int, tool: Tool, head: str, tail: str) ->
         if not key or key.strip() != key or any(sign in key for sign in "<>\n"):
             raise ValueError(f"the model cannot write an argument named {key!r:.80}")
         if is_text(schema):
-            listed = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
-            if listed:
-                value = choose([lark.text(str(item) + tail) for item in listed])
+            if listed := [item for item in _listed(schema) if isinstance(item, str)]:
+                value = choose([lark.text(item + tail) for item in listed])
             else:
                 value = lark.ending(f"text_{number}_{index}", tail)
         else:
