@@ -44,7 +44,7 @@ type ToolChoice = Annotated[
 class ChatTemplateFields(Body):
     """What the chat template is given."""
 
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     """auto where there are tools; required and a function's name are enforced."""
