@@ -79,7 +79,8 @@ async def _model(request: web.Request) -> web.Response:
 @api(Report, errors=(500, 503))
 async def _report(request: web.Request) -> web.Response:
     """How the engine was set up."""
-    return web.json_response(request.app[STATE].llm.report())
+    state = request.app[STATE]
+    return web.json_response(state.llm.report() | state.formats.report())
 
 
 @api(Health, answers={503: Health}, errors=(500,), open=True)

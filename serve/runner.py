@@ -111,6 +111,7 @@ async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bo
     state.attach(llm)
     llm.print_report()
     log.info("serving %s on %s", state.model_name, bound.url)
+    log.info("tool parser %(tool_parser)s, reasoning parser %(reasoning_parser)s", state.formats.report())
     with Watchdog(llm, state.options.watchdog_timeout):
         status = await _until_stopped(state, stop, signals)
     if status == 0:

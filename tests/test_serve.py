@@ -322,7 +322,8 @@ def test_small_routes(server):
     assert server.send("/ping")[0] == 200
     assert server.send("/ping", raw=b"")[0] == 200
     assert server.send("/version")[1] == {"version": jaxserve.__version__}
-    assert server.send("/v1/engine/report")[1] == {"model": "tiny"}
+    report = {"model": "tiny", "tool_parser": "json", "reasoning_parser": "none"}
+    assert server.send("/v1/engine/report")[1] == report
     assert "jaxserve:num_requests_running" in server.send("/metrics")[1]
     status, answer, _ = server.send("/v1/nothing")
     assert (status, answer["error"]["code"]) == (404, "not_found")
