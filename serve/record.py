@@ -15,6 +15,8 @@ log = logging.getLogger("serve.access")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 MAX_PATH = 200
+QUIET = frozenset({"/health", "/ready", "/ping", "/metrics"})
+"""Paths that are asked every few seconds: their answers are counted and not logged, unless something is amiss."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ def request_id(sent: str | None) -> str:
 
 def write_line(mode: str, request: web.BaseRequest, record: Record) -> None:
     """Log the end of a request: ``mode`` is text (to the log), json (a line to standard output) or off."""
-    if mode == "off":
+    if mode == "off" or (request.path in QUIET and record.status in (200, 503)):
         return
     path = request.rel_url.raw_path[:MAX_PATH]  # percent-encoded, without the query
     ms = round(record.seconds * 1e3, 1)

@@ -437,7 +437,7 @@ def test_a_unix_socket(tmp_path):
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(path))
     stale.close()
-    with serving(uds=str(path)) as server:
+    with serving(uds=str(path)):
 
         async def go():
             connector = aiohttp.UnixConnector(str(path))
