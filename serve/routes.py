@@ -139,7 +139,7 @@ async def _metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     try:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-    except ValueError:  # it asks for a version that is no number
+    except (ValueError, TypeError):  # it asks for a version that is no number
         encode, content_type = choose_encoder("")
     body = encode(Together([state.llm.metrics, state.http] if state.loaded else [state.http]))
     return web.Response(body=body, headers={"Content-Type": content_type})

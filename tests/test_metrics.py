@@ -1,14 +1,24 @@
 """The metrics: right counts, parseable text, cheap at every step, and never an error for the engine."""
 
+import json
 import logging
+import re
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tiny import idle
 
+import jaxserve
 from jaxserve.metrics import EngineMetrics
+from jaxserve.request import SamplingParams
+from tests.serving import Server, complete, serving
+
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def samples(metrics: EngineMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -149,3 +159,92 @@ def test_a_step_of_32_sequences_costs_under_100_microseconds():
             step()
         best = min(best, (time.perf_counter() - start) / 20)
     assert best < 100e-6, f"{best * 1e6:.0f} microseconds"
+
+
+# What the server prints.
+
+PEER = [
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total"),
+    *("generation_tokens_total", "request_success_total", "admission_rejections_total"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+    *("request_params_max_tokens", "iteration_tokens_total", "request_num_preemptions"),
+]
+"""Names that the peer's dashboards ask for, without the prefix."""
+
+
+def printed(server: Server) -> set[str]:
+    """The names of all samples in /metrics."""
+    families = text_string_to_metric_families(server.send("/metrics")[1])
+    return {sample.name for family in families for sample in family.samples}
+
+
+@pytest.fixture(scope="module")
+def server(llm: jaxserve.LLM) -> Iterator[Server]:
+    with serving(llm, close_llm=False) as found:
+        complete(found, model=found.state.model_name, max_tokens=3)
+        yield found
+
+
+def test_the_names_of_the_peer_are_there(server):
+    found = printed(server)
+    for name in PEER:
+        assert {f"jaxserve:{name}", f"jaxserve:{name}_bucket"} & found, name
+    assert {"http_requests_total", "http_request_duration_seconds_sum", "process_resident_memory_bytes"} <= found
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist(server):
+    board = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    asked += [item["query"]["query"] for item in board["templating"]["list"] if item["type"] == "query"]
+    names = {name for text in asked for name in re.findall(r"(?:jaxserve:|http_|process_)\w+", text)}
+    assert len(names) > 20
+    assert names <= printed(server)
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    for text in asked:
+        assert text.count("(") == text.count(")")
+        assert not re.search(r"\b(?:sum|rate|by|le)\b\s*$", text)
+
+
+def test_openmetrics_and_odd_versions_are_answered(server):
+    for accept in ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text;version=x", "a;b=c,,"):
+        status, text, _ = server.send("/metrics", headers={"Accept": accept})
+        assert status == 200
+        assert "num_requests_running" in text
+
+
+def test_gauges_come_back_after_every_way_to_end(llm, server):
+    """Aborts, refusals, deadlines, ends: whatever happened, an idle engine says zero and every request is counted."""
+    name = server.state.model_name
+    before = samples(llm._built.metrics)
+    complete(server, model=name, max_tokens=0)
+    complete(server, model=name, prompt="x" * 100_000)
+    complete(server, model=name, prompt=[10**6])
+    with serving(llm, close_llm=False, request_timeout=0.05) as hasty:
+        assert complete(hasty, model=name, max_tokens=240, ignore_eos=True, n=8)[0] == 504
+    deltas = []
+    for _ in range(6):
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        llm.abort(llm.submit("abc", params, on_delta=deltas.append))
+    complete(server, model=name, max_tokens=3, n=2)
+    idle(llm)
+    end = time.monotonic() + 5
+    while any(samples(llm._built.metrics)[f"jaxserve:{gauge}", ()] for gauge in GAUGES):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    after = samples(llm._built.metrics)
+
+    def grown(metric: str, **labels: str) -> float:
+        key = (f"jaxserve:{metric}", tuple(labels.items()))
+        return after[key] - before[key]
+
+    assert grown("request_success_total", finished_reason="abort") == 6 + 8
+    assert grown("admission_rejections_total", reason="deadline") == 1
+    assert grown("admission_rejections_total", reason="too_long") == 1
+    assert grown("request_params_n_count") == 6 + 1 + 1
+    assert grown("metrics_errors_total") == 0
+    assert server.send("/load")[1] == {"server_load": 0, "running": 0, "waiting": 0}
