@@ -412,3 +412,59 @@ def test_an_error_in_the_middle_has_an_error_of_its_own():
         (event,) = response.fail(ApiError(504, "too late", code="deadline_exceeded"))
     assert event["response"]["error"] == {"code": "deadline_exceeded", "message": "too late"}
     assert event["response"]["output"][0]["content"][0]["text"] == "a"
+
+
+# Tools and reasoning, from end to end.
+
+SAID = (
+    "<think>Paris, then.</think>\n\nLet me look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris {é"}}\n</tool_call>'
+)
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "How the weather is",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Server]:
+    llm = FakeLLM(answer=SAID, max_model_len=4096)
+    llm.tokenizer.chat_template = "{{ tools }} <tool_call> <think>"
+    with serving(llm, tool_parser="hermes", reasoning_parser="think") as found:
+        yield found
+
+
+def test_a_conversation_with_a_tool_by_the_official_client(thinker):
+    with thinker.client() as client:
+        items: list[Any] = [{"role": "user", "content": "How is Paris?"}]
+        first = client.responses.create(model="tiny", input=items, tools=[WEATHER])
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        call = first.output[2]
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris {é"})
+        assert first.output_text.strip() == "Let me look."
+        assert first.usage.output_tokens_details.reasoning_tokens > 0
+        items += first.output
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+        client.responses.create(model="tiny", input=items, tools=[WEATHER])
+        assert "sunny" in prompt(thinker)
+        with client.responses.stream(model="tiny", input=items, tools=[WEATHER]) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+    for kind in ("reasoning_text.delta", "reasoning_text.done", "function_call_arguments.delta"):
+        assert "response." + kind in kinds
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert json.loads(final.output[2].arguments) == {"city": "Paris {é"}
+
+
+def test_tools_that_cannot_be_are_refused_by_name(thinker):
+    for fields, param in [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER | {"parameters": {"type": "string"}}]}, "tools[0].parameters"),
+    ]:
+        status, answer, _ = ask(thinker, **fields)
+        assert (status, answer["error"]["param"]) == (400, param), answer
