@@ -9,11 +9,11 @@ from serve.errors import bad_request
 from serve.protocol.responses import (
     FunctionCallItem,
     FunctionOutputItem,
+    InputText,
     Item,
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
-    TextPart,
 )
 from serve.turn import Conversation
 
@@ -90,5 +90,5 @@ def _call(item: FunctionCallItem, param: str) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
 
 
-def _text(content: str | list[TextPart]) -> str:
+def _text(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

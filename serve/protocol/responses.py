@@ -19,7 +19,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 type Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Body):
+class InputText(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] | None = None
@@ -31,15 +31,15 @@ class ReasoningPart(Body):
     text: str
 
 
-type Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")], BY_TYPE
+type ItemContent = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[list[InputText], Field(fail_fast=True), Tag("<list>")], BY_TYPE
 ]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: ItemContent
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -58,7 +58,7 @@ class FunctionCallItem(Body):
 class FunctionOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    output: Content
+    output: ItemContent
     id: str | None = None
     status: Status | None = None
 
@@ -130,13 +130,14 @@ class FunctionTool(Body):
 type Tool = Annotated[Annotated[FunctionTool, Tag("<function>")], BY_TYPE]
 
 
-class NamedTool(Body):
+class FunctionChoice(Body):
     type: Literal["function"]
     name: str
 
 
-type ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<function>")], BY_TYPE
+type ResponseToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[FunctionChoice, Tag("<function>")],
+    BY_TYPE,
 ]
 
 
@@ -162,7 +163,7 @@ class ResponsesRequest(EngineFields):
     """Log-probabilities come where asked for here; reasoning is never encrypted."""
     text: TextOptions | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice = "auto"
+    tool_choice: ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     stream_options: ResponseStreamOptions | None = None
