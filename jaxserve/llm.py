@@ -284,8 +284,9 @@ class LLM:
         """Most tokens of the sequence. A prompt without room is refused; max_tokens beyond the context is capped."""
         longest, room = self.max_model_len, 0 if params.max_tokens == 0 else 1
         if len(ids) + max(room, params.min_tokens) > longest:
+            size = f"{len(ids)} token{'s' * (len(ids) != 1)}"
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context holds {longest} tokens, prompt and output "
+                f"the prompt has {size}, and the context holds {longest}, prompt and output "
                 f"(at least {max(room, params.min_tokens)} of output were asked for)",
                 param="prompt",
                 code="context_length_exceeded",

@@ -151,7 +151,8 @@ class Generation:
         most = self._state.llm.max_model_len
         for prompt in self._prompts:
             if len(prompt.ids) > most:
-                message = f"the prompt has {len(prompt.ids)} tokens, and the context holds {most}, prompt and output"
+                size = f"{len(prompt.ids)} token{'s' * (len(prompt.ids) != 1)}"
+                message = f"the prompt has {size}, and the context holds {most}, prompt and output"
                 raise RequestError(message, param="prompt", code="context_length_exceeded")
 
     def _expire(self, seconds: float) -> None:
