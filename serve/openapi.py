@@ -35,7 +35,7 @@ class Api:
     answers: Mapping[int, Any] = field(default_factory=dict)
     """Statuses that have a body of their own."""
     errors: tuple[int, ...] = ()
-    """Statuses that come with the error object, beside 401."""
+    """Statuses that come with the error object, beside 401 and 431 (headers too large)."""
     open: bool = False
     """Needs no key."""
 
@@ -94,7 +94,7 @@ def document(app: web.Application) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for path, method, handler in routes:
         paths.setdefault(path, {})[method] = _operation(path, method, handler, schemas, keys)
-    errors = sorted({401, *(status for _, _, handler in routes for status in _said(handler).errors)})
+    errors = sorted({401, 431, *(status for _, _, handler in routes for status in _said(handler).errors)})
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": state.version},
@@ -159,7 +159,7 @@ def _operation(path: str, method: str, handler: Any, schemas: list[tuple[Any, An
     if said.events is not None:
         events = _content(said.events, schemas)["application/json"]["schema"]
         answer["text/event-stream"] = {"schema": _event(events)}
-    errors = {*said.errors, *({401} if keys and not said.open else ())}
+    errors = {*said.errors, 431, *({401} if keys and not said.open else ())}
     answers = {status: {"$ref": f"#/components/responses/{status}"} for status in errors}
     answers |= {status: _response(status, _content(kind, schemas)) for status, kind in said.answers.items()}
     answers[200] = _response(200, answer)
