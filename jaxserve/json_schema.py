@@ -23,6 +23,10 @@ MAX_BOUND = 1 << 53
 MAX_OPEN_BOUND = 1 << 40
 """Largest exclusive bound of numbers with fractions."""
 
+MAX_BLAMED = 256
+"""Most parts that are compiled alone to find which one a complaint is about."""
+_UNSATISFIABLE = "Unsatisfiable"
+
 ANNOTATIONS = frozenset(
     {"$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
     | {"contentMediaType", "contentEncoding", "contentSchema", "discriminator"}
@@ -93,22 +97,47 @@ class Schema:
 
     def blame(self, complaint: str, validate: Validate) -> SchemaError:
         """The compiler's complaint about the whole, as an error that names the innermost part it is about."""
-        node, message, tries = self.document, complaint, 0
         defs = self.document.get("$defs", {})
-        found = True
-        while found and tries < 256:
-            found = False
-            for child in [*_children(node), *(defs.values() if node is self.document else ())]:
-                if not isinstance(child, dict) or not child:
+
+        def complaint_of(part: Any) -> str:
+            if isinstance(part, bool) or not part:
+                return ""
+            return validate({**part, "$defs": defs})
+
+        node, message, seen = self.document, complaint, {id(self.document)}
+        while True:
+            empty = _UNSATISFIABLE in message
+            parts = self._needed(node) if empty else [*_children(node), *(defs.values() if len(seen) == 1 else ())]
+            for part in parts:
+                if id(part) in seen or len(seen) > MAX_BLAMED:
                     continue
-                tries += 1
-                if own := validate({**child, "$defs": defs}):
-                    node, message, found = child, own, True
+                seen.add(id(part))
+                own = complaint_of(part)
+                if own and (_UNSATISFIABLE in own) == empty:
+                    node, message = part, own
                     break
+            else:
+                break
         pointer = self._pointers.get(id(node), "")
         line = _essence(message)
         keyword = next((key for key in node if re.search(rf"\b{re.escape(key)}\b", line) or _about(key, line)), None)
         return SchemaError(pointer, f"cannot be enforced: {line}", keyword)
+
+    def _target(self, ref: str) -> Any:
+        return self.document if ref == "#" else self.document["$defs"][ref.rpartition("/")[2]]
+
+    def _needed(self, node: Mapping[str, Any]) -> list[Any]:
+        """The parts of a schema that it cannot be satisfied without."""
+        properties = node.get("properties", {})
+        parts = [properties[name] for name in node.get("required", ()) if name in properties] + node.get("allOf", [])
+        parts += [self._target(node["$ref"])] if "$ref" in node else []
+        least = node.get("minItems", 0)
+        parts += node.get("prefixItems", [])[:least]
+        if least > len(node.get("prefixItems", ())) and "items" in node:
+            parts.append(node["items"])
+        for key in ("anyOf", "oneOf"):
+            parts += node[key] if len(node.get(key, ())) == 1 else []
+        return parts
 
     def _check_finite(self) -> None:
         """Refuse what only an endless document could satisfy, by the least fixpoint of "something finite fits"."""
@@ -119,11 +148,8 @@ class Schema:
         def fits(node: Any) -> bool:
             return node if isinstance(node, bool) else id(node) in finite
 
-        def target(ref: str) -> Any:
-            return self.document if ref == "#" else defs[ref.rpartition("/")[2]]
-
         def settle(node: Mapping[str, Any]) -> bool:
-            if "$ref" in node and not fits(target(node["$ref"])):
+            if "$ref" in node and not fits(self._target(node["$ref"])):
                 return False
             if not all(map(fits, node.get("allOf", ()))):
                 return False

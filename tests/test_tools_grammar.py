@@ -90,7 +90,7 @@ def test_what_the_families_write_belongs_to_the_language(speaker, name):
             before = before if opened or thinking is None else thinking.opening + before
             said = "" if forced or family.anchored else "Let me see."
             assert holds(speaker, wish, before + said + write(name, CALLS[:1]))
-            assert holds(speaker, wish, before + said + write(name, CALLS)) == parallel
+            assert holds(speaker, wish, before + said + write(name, CALLS)) == (parallel and family.parallel)
             assert holds(speaker, wish, before + "Plain < text") == (not forced)
             assert not holds(speaker, wish, before + said + write(name, [("nobody", {})]))
             assert not holds(speaker, wish, before + said + write(name, [("weather", {"unit": "K"})]))
@@ -103,7 +103,7 @@ def test_whatever_is_said_can_be_read(speaker, name):
     tokenizer, grammars = speaker
     family = FAMILIES[name]
     made = ended = 0
-    for seed, forced, thinking in itertools.product(range(4), (False, True), (None, THINKING["think"])):
+    for seed, forced, thinking in itertools.product(range(3), (False, True), (None, THINKING["think"])):
         grammar = grammars.compile(language(tokenizer, family, thinking, forced=forced))
         text, whole = walk(grammar, tokenizer, random.Random(seed), family.opening)
         inner = family.parser(TOOLS)
@@ -117,8 +117,8 @@ def test_whatever_is_said_can_be_read(speaker, name):
         if whole and forced:
             assert got.calls, text
             assert not got.text.strip(), text
-    assert made >= 4, "the walks came to no calls"
-    assert ended >= 8, "the walks came to no end"
+    assert made >= 3, "the walks came to no calls"
+    assert ended >= 6, "the walks came to no end"
 
 
 def walk(grammar, tokenizer: Tokenizer, dice: random.Random, opening: str, most: int = 600) -> tuple[str, bool]:

@@ -122,6 +122,10 @@ SAMPLES = [
     ),
     ("hermes", "<tool_call>no json</tool_call> a", "<tool_call>no json</tool_call> a", []),
     ("hermes", '<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),
+    ("hermes", 'Hm. <tool_call>{"name": "wea', "Hm.", []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n</tool_', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n{', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n</tool_call>\n<tool', "", [("now", {})]),
     ("hermes", "a <tool_cal", "a <tool_cal", []),
     (
         "hermes",
@@ -145,7 +149,8 @@ SAMPLES = [
         "",
         [("run", {"command": 'line 1\n\n"quoted" </param {'}), ("weather", {"where": {"a": [1]}})],
     ),
-    ("qwen3_coder", "<tool_call> <function=", "<tool_call> <function=", []),
+    ("qwen3_coder", "<tool_call> <function=a b", "<tool_call> <function=a b", []),
+    ("qwen3_coder", "Ok <tool_call> <function=", "Ok", []),
     (
         "glm",
         "Ok\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>any</arg_key>\n"
@@ -188,7 +193,8 @@ SAMPLES = [
         [("weather", PARIS), ("now", {})],
     ),
     ("mistral_array", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abc123DEF"}]', "", [("now", {})]),
-    ("mistral", "a [TOOL_CALLS] b", "a [TOOL_CALLS] b", []),
+    ("mistral", "a [TOOL_CALLS] b", "a", []),
+    ("mistral", "a [TOOL_CALLS] b c", "a [TOOL_CALLS] b c", []),
     (
         "deepseek_v3",
         '{begin}{call}function{sep}weather\n```json\n{{"city": "Paris"}}\n```{end}\n'
@@ -241,6 +247,9 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
+OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", DS["begin"], DS["call"])
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)))
 def test_chunks_do_not_matter_whatever_is_said(data, family):
@@ -250,8 +259,9 @@ def test_chunks_do_not_matter_whatever_is_said(data, family):
     pieces = parse(family, *data.draw(pieces_of(text)))
     assert (pieces.text, pieces.calls, pieces.order) == (whole.text, whole.calls, whole.order)
     assert parse(family, *text).calls == whole.calls
-    if not whole.calls:
-        assert whole.text == text  # nothing is lost that was no call
+    if not whole.calls:  # nothing is lost that was no call, or the beginning of one
+        rest = text.removeprefix(whole.text).lstrip()
+        assert whole.text + rest == "" or whole.text == text or rest.startswith(OPENINGS)
 
 
 @settings(max_examples=200, deadline=None)
@@ -394,8 +404,7 @@ def test_malice_costs_little(family):
         opening + "\\" * 20_000,
     ):
         whole = parse(family, *(text[i : i + 997] for i in range(0, len(text), 997)))
-        if not whole.calls:
-            assert whole.text == text
+        assert whole.calls or len(whole.text) in (0, len(text), len(text) - len(opening))
 
 
 def test_arguments_in_other_clothes():

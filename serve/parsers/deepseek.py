@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from serve.parsers.family import Calls, Family, Messages, Tool, as_object, is_tool_name
+from serve.parsers.family import Calls, Family, Messages, Tool, bare_arguments
 from serve.parsers.lark import Lark, choose
 from serve.parsers.source import Source, Wait
 
@@ -22,38 +22,23 @@ def read(source: Source, calls: Calls) -> Wait[None]:
         if not (yield from _call(source, calls)):
             source.give_up()
             continue
-        yield from source.spaces()
-        if (yield from source.expect(END_CALLS)):
-            source.commit()
+        yield from source.closing(END_CALLS)
 
 
 def _call(source: Source, calls: Calls) -> Wait[bool]:
-    name, sep = yield from source.until(SEP, most=256)
-    fenced = False
-    if name == "function" and (yield from source.peek()) != "{":
-        name, sep = yield from source.until(FENCE, most=256)
-        fenced = True
-    name = name.strip()
-    if not sep or not is_tool_name(name):
+    name = yield from source.name()
+    if not (yield from source.expect(SEP)):
         return False
-    yield from source.spaces()
-    if (yield from source.peek()) == "{":
-        calls.begin(name)
-        if (yield from source.value(calls.write)) is None:
-            return True
-    else:
-        arguments = as_object((yield from source.value()))
-        if arguments is None:
-            return False
-        calls.begin(name)
-        calls.write(arguments)
-    source.commit()
+    fenced = name == "function" and (yield from source.peek()) != "{"
     if fenced:
-        yield from source.spaces()
-        yield from source.expect("```")
-    yield from source.spaces()
-    if (yield from source.expect(END_CALL)):
-        source.commit()
+        name = yield from source.name()
+        if not (yield from source.expect(FENCE)):
+            return False
+    if not name or not (yield from bare_arguments(source, calls, name)):
+        return False
+    if fenced:
+        yield from source.closing("```")
+    yield from source.closing(END_CALL)
     return True
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from serve.parsers.lark import Lark
 from serve.parsers.parts import ToolCallArguments, ToolCallBegin, TurnParser
-from serve.parsers.source import Reader, Source, Wait
+from serve.parsers.source import MAX_NAME, Reader, Source, Wait
 
 type Messages = Sequence[Mapping[str, Any]]
 
@@ -131,6 +131,23 @@ def json_call(source: Source, calls: Calls, *, known: bool = False) -> Wait[bool
     return True
 
 
+def bare_arguments(source: Source, calls: Calls, name: str) -> Wait[bool]:
+    """Read the arguments of a call whose name came before them; False where none come."""
+    yield from source.spaces()
+    first = yield from source.peek()
+    if first == "{":
+        calls.begin(name)
+        yield from source.value(calls.write)
+        source.commit()
+        return True
+    arguments = as_object((yield from source.value())) if first in ('"', "n") else None
+    if arguments is None:
+        return False
+    calls.begin(name)
+    calls.write(arguments)
+    return True
+
+
 def as_object(raw: str | None) -> str | None:
     """JSON of an object, be it given as such or in a string; None counts as empty. None for anything else."""
     for _ in range(2):
@@ -146,9 +163,9 @@ def as_object(raw: str | None) -> str | None:
     return None
 
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME}}}")
 
 
 def is_tool_name(name: str) -> bool:
     """True for what every family can write."""
-    return _PLAIN_NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None

@@ -53,4 +53,5 @@ def _spell(function: Mapping[str, Any]) -> str:
     return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"
 
 
-GENERIC = dataclasses.replace(HERMES, name="json", teach=teach)
+GENERIC = dataclasses.replace(HERMES, name="json", teach=teach, parallel=False)
+"""One call at a time: models that have not learned to call do not know when to stop."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serve.parsers.family import Calls, Family, Tool, is_tool_name
+from serve.parsers.family import Calls, Family, Tool
 from serve.parsers.lark import Lark, choose
 from serve.parsers.source import Source, Wait
 from serve.parsers.typed import Arguments, arguments_rule
@@ -13,17 +13,14 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 def read(source: Source, calls: Calls) -> Wait[None]:
     while (yield from source.text_until(OPEN)):
-        name, end = yield from source.until("\n", KEY, CLOSE, most=256)
-        if not name.strip():  # a line break before the name
-            name, end = yield from source.until("\n", KEY, CLOSE, most=256)
-        name = name.strip()
-        if not end or not is_tool_name(name):
+        yield from source.spaces()
+        name = yield from source.name()
+        yield from source.spaces()
+        end = yield from source.expect(KEY, CLOSE)
+        if not name or not end:
             source.give_up()
             continue
         calls.begin(name)
-        if end == "\n":
-            yield from source.spaces()
-            end = yield from source.expect(KEY, CLOSE)
         arguments = Arguments(calls, name, padded=False)
         while end == KEY:
             key, end = yield from source.until(END_KEY)

@@ -15,9 +15,7 @@ def read(source: Source, calls: Calls) -> Wait[None]:
         if not (yield from json_call(source, calls)):
             source.give_up()
             continue
-        yield from source.spaces()
-        if (yield from source.expect(CLOSE)):
-            source.commit()
+        yield from source.closing(CLOSE)
 
 
 def grammar(tools: Sequence[Tool], many: bool, lark: Lark) -> str:

@@ -20,7 +20,7 @@ def read(source: Source, calls: Calls) -> Wait[None]:
         if not (yield from source.expect(";")):
             break
         yield from source.spaces()
-    source.give_up()
+    source.give_up(keep=not tagged)
     yield from source.text_until()
 
 

@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from serve.parsers.family import Calls, Family, Messages, Tool, as_object, is_tool_name, json_call
+from serve.parsers.family import Calls, Family, Messages, Tool, bare_arguments, json_call
 from serve.parsers.lark import Lark, choose
 from serve.parsers.source import Source, Wait
 
@@ -41,26 +41,11 @@ def _array(source: Source, calls: Calls) -> Wait[bool]:
 
 
 def _named(source: Source, calls: Calls) -> Wait[bool]:
-    name, sign = yield from source.until(ARGS, ID, "{", most=256)
-    if sign == ID:
-        _, sign = yield from source.until(ARGS, most=256)
-    name = name.strip()
-    if not sign or not is_tool_name(name):
-        return False
-    if sign == "{":
-        source.back(1)
-    yield from source.spaces()
-    if (yield from source.peek()) == "{":
-        calls.begin(name)
-        yield from source.value(calls.write)
-        source.commit()
-        return True
-    arguments = as_object((yield from source.value()))
-    if arguments is None:
-        return False
-    calls.begin(name)
-    calls.write(arguments)
-    return True
+    name = yield from source.name()
+    if (yield from source.expect(ID)):
+        yield from source.name()
+    yield from source.expect(ARGS)
+    return bool(name) and (yield from bare_arguments(source, calls, name))
 
 
 def _array_grammar(tools: Sequence[Tool], many: bool, lark: Lark) -> str:

@@ -39,7 +39,11 @@ type Part = Text | Reasoning | ToolCallBegin | ToolCallArguments
 
 
 class TurnParser(Protocol):
-    """Splits one completion's text into parts as it comes. Whatever arrives, nothing is lost and nothing repeated."""
+    """Splits one completion's text into parts as it comes.
+
+    Nothing is repeated, and nothing lost but markers, white space around them, and the beginning of a call that the
+    text's end cuts off before its arguments.
+    """
 
     def push(self, text: str) -> list[Part]: ...
 

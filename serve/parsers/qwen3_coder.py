@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serve.parsers.family import Calls, Family, Tool, is_tool_name
+from serve.parsers.family import Calls, Family, Tool
 from serve.parsers.lark import Lark, choose
 from serve.parsers.source import Source, Wait
 from serve.parsers.typed import Arguments, arguments_rule
@@ -18,15 +18,13 @@ def read(source: Source, calls: Calls) -> Wait[None]:
             if not (yield from source.expect(FUNCTION)):
                 source.give_up()
                 continue
-        name, end = yield from source.until(">", most=256)
-        if not end or not is_tool_name(name):
+        name = yield from source.name()
+        if not name or not (yield from source.expect(">")):
             source.give_up()
             continue
         calls.begin(name)
         yield from _arguments(source, Arguments(calls, name, padded=True))
-        yield from source.spaces()
-        if (yield from source.expect(CLOSE)):
-            source.commit()
+        yield from source.closing(CLOSE)
 
 
 def _arguments(source: Source, arguments: Arguments) -> Wait[None]:
@@ -40,8 +38,7 @@ def _arguments(source: Source, arguments: Arguments) -> Wait[None]:
     if source.ended:  # cut off: what there is stays open
         return
     arguments.close()
-    if (yield from source.expect(END_FUNCTION)):
-        source.commit()
+    yield from source.closing(END_FUNCTION)
 
 
 def grammar(tools: Sequence[Tool], many: bool, lark: Lark) -> str:

@@ -7,7 +7,7 @@ only looked like a call. Where the pieces are cut makes no difference to what co
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 from serve.parsers.parts import Part, Text
 
@@ -18,7 +18,11 @@ MAX_HELD_SPACE = 64
 MAX_STRING = 4096
 """Longest string that is read as a name or key."""
 
+MAX_NAME = 128
+"""Longest name of a tool."""
+
 _SPACE = " \t\r\n"
+_NAME = re.compile(r"[A-Za-z0-9_.\-]")
 _ENDS = re.compile(r"[,\]}\s]")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -30,7 +34,7 @@ class Source:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.ends_in_space = False
-        """White space at the end is decoration, not text."""
+        """White space at the end, and the beginning of a marker, are decoration and not text."""
         self._text = ""
         self._at = 0
         self._behind_marker = 0
@@ -52,11 +56,21 @@ class Source:
         """What was read up to here is dealt with."""
         self._text, self._at, self._behind_marker = self._text[self._at :], 0, 0
 
-    def give_up(self) -> None:
-        """The marker that ``text_until`` found since the last commit is text after all; read again what follows it."""
+    def give_up(self, *, keep: bool = False) -> None:
+        """The marker that ``text_until`` found since the last commit is text after all; read again what follows it.
+
+        Where the text's end is what broke it off, it was a call all right: nothing becomes of it, unless ``keep``.
+        """
+        if self.ended and not keep:
+            return self.drop()
         self._at = self._behind_marker
         if self._at:
             self.emit(Text(self._text[: self._at]))
+        self.commit()
+
+    def drop(self) -> None:
+        """Nothing becomes of what is left."""
+        self._at = len(self._text)
         self.commit()
 
     # Reading.
@@ -94,6 +108,23 @@ class Source:
                 if not literal.startswith(seen) or not (yield from self._more()):
                     break
         return ""
+
+    def closing(self, literal: str) -> Wait[None]:
+        """Read ``literal`` behind white space, where it comes, or as much of it as comes before the end."""
+        yield from self.spaces()
+        if (yield from self.expect(literal)):
+            self.commit()
+        elif self.ended:
+            self.drop()
+
+    def name(self) -> Wait[str]:
+        """Read a tool's name; empty where none comes, or one that is too long."""
+        start = self._at
+        while (char := (yield from self.peek())) and _NAME.fullmatch(char):
+            self._at += 1
+            if self._at - start > MAX_NAME:
+                return ""
+        return self._text[start : self._at]
 
     def until(self, *markers: str, most: int = MAX_STRING) -> Wait[tuple[str, str]]:
         """(text, the marker behind it), both read; ("", "") where none comes within ``most`` characters."""
@@ -134,9 +165,8 @@ class Source:
             self._pass(_before(self._text, cut, trim, most), write)
             searched = max(0, len(self._text) - longest)
             if not (yield from self._more()):
-                if cut_short or (self.ends_in_space and not self._text.strip()):
-                    self._at = len(self._text)
-                    self.commit()
+                if cut_short or (self.ends_in_space and _begins_any(self._text.strip(), markers)):
+                    self.drop()
                 self._pass(len(self._text), write)
                 return ""
 
@@ -238,6 +268,11 @@ def _begins_at(text: str, marker: str) -> int:
             return at
         at = text.find(marker[0], at + 1)
     return len(text)
+
+
+def _begins_any(text: str, markers: Sequence[str]) -> bool:
+    """``text`` is empty or a beginning of one of ``markers``."""
+    return not text or any(marker.startswith(text) for marker in markers)
 
 
 def _before(text: str, end: int, trim: str, most: int) -> int:
