@@ -3,10 +3,12 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.constraint import Constraint, Mask
 from jaxserve.pages import PagePool
 from jaxserve.request import SamplingParams
 from jaxserve.scheduler import Scheduler
@@ -37,6 +39,18 @@ class Wish:
     abort_after: int | None = None
     stops_at: int | None = None
     bad_words: bool = False
+    mask_turns: int | None = None
+    """Turns that each mask of its grammar takes; None where it has no grammar."""
+
+
+class NoMatcher:
+    """The simulation lets masks come by itself."""
+
+    def advance(self, token: int) -> Mask:
+        raise AssertionError("nobody advances it")
+
+
+MASK = Mask(np.zeros(1, np.uint32))
 
 
 @dataclass
@@ -54,6 +68,8 @@ class World:
     flight: deque = field(default_factory=deque)
     covered: dict[tuple[int, int], int] = field(default_factory=dict)
     """(arrival, preemptions) -> prompt tokens planned so far."""
+    awaited: dict[int, int] = field(default_factory=dict)
+    """Arrival of a sequence -> turns until its mask is there."""
 
     def __post_init__(self) -> None:
         pool = PagePool(self.pages + 1, self.page_size)
@@ -66,8 +82,11 @@ class World:
             prompt = min(wish.prompt, longest)
             limit = min(prompt + wish.output, longest)
             seqs.append(sequence(prompt, limit, arrival=arrival, priority=wish.priority, bad_words=wish.bad_words))
-        self.wishes = wishes
+            if wish.mask_turns is not None:
+                seqs[-1].constraint = Constraint(NoMatcher(), MASK)
+        self.wishes, self.seqs = wishes, seqs
         turns = sum(4 * len(s.prompt) + 4 * (s.limit - len(s.prompt)) for s in seqs) * 4 + 100
+        turns += sum((wish.mask_turns or 0) * (wish.output + 1) for wish in wishes)
         for turn in range(turns):
             for seq, wish in zip(seqs, wishes, strict=True):
                 if wish.turn == turn:
@@ -84,6 +103,7 @@ class World:
         return seqs
 
     def turn(self) -> None:
+        self.masks_come()
         plan = self.schedule()
         if plan is not None:
             self.flight.append((plan, self.launch(plan), [(s, list(s.pages), s.slot) for s in plan.sequences]))
@@ -91,8 +111,21 @@ class World:
             plan, tokens, _ = self.flight.popleft()
             self.collect(plan, tokens)
         elif plan is None:
-            assert self.scheduler.idle, "sequences wait but none can run"
+            assert self.scheduler.idle or self.awaited, "sequences wait but none can run"
         self.check()
+
+    def masks_come(self) -> None:
+        """As the engine does it: a sequence at its limit ends when its mask is there."""
+        for arrival, turns in list(self.awaited.items()):
+            self.awaited[arrival] = turns - 1
+            if turns > 0:
+                continue
+            del self.awaited[arrival]
+            seq = self.seqs[arrival]
+            if not seq.finished:
+                seq.constraint.mask = MASK
+                if len(seq) >= seq.limit:
+                    self.scheduler.finish(seq, "length")
 
     def schedule(self) -> StepPlan | None:
         """Plan a step; what is preempted and who is admitted must be as promised."""
@@ -104,6 +137,7 @@ class World:
             max(0, scheduler.pool.pages_for(len(s) + s.pending) - len(s.pages))
             for s in scheduler.running
             if not s.prefilling and len(s) + s.pending < s.limit and not (s.host_driven and s.pending)
+            if not s.awaits_mask
         )
         plan = scheduler.schedule()
         if scheduler.preemptions > preemptions:
@@ -128,6 +162,8 @@ class World:
             assert len(seq) + seq.pending <= max(seq.limit, len(seq.prompt) + 1)
         for seq in plan.decodes:
             assert not seq.host_driven or seq.pending == 1
+        for seq in plan.sampled:
+            assert not seq.awaits_mask, "a token is to be chosen without the mask it depends on"
         for chunk in plan.chunks:
             key = (chunk.seq.arrival, chunk.seq.preemptions)
             assert chunk.count > 0
@@ -166,6 +202,9 @@ class World:
                 seq.output.append(token)
             if len(seq.output) == self.wishes[seq.arrival].stops_at:
                 self.scheduler.finish(seq, "stop")
+            elif seq.constraint is not None and len(seq) > len(seq.prompt):
+                seq.constraint.mask = None
+                self.awaited[seq.arrival] = self.wishes[seq.arrival].mask_turns
             elif len(seq) >= seq.limit:
                 self.scheduler.finish(seq, "length")
         self.scheduler.collected(plan)
@@ -190,6 +229,7 @@ wishes = st.lists(
         abort_after=st.none() | st.none() | st.integers(0, 30),
         stops_at=st.none() | st.integers(1, 10),
         bad_words=st.booleans(),
+        mask_turns=st.none() | st.integers(0, 6),
     ),
     min_size=1,
     max_size=12,
@@ -227,6 +267,28 @@ def test_too_little_memory_preempts_and_the_first_never_is(depth: int) -> None:
     assert world.scheduler.preemptions > 0
     assert seqs[0].preemptions == 0
     assert sum(s.preemptions for s in seqs) == world.scheduler.preemptions
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_slow_mask_holds_nobody_else_up(depth: int) -> None:
+    """Not even where it is preempted, and prefilled up to the token that it may not choose yet."""
+    alone = World(pages=40, page_size=4, slots=3, blocks=2, depth=depth)
+    company = World(pages=40, page_size=4, slots=3, blocks=2, depth=depth)
+    quick = [Wish(5, 10), Wish(9, 10)]
+    done = {}
+    for name, world, wishes in (("alone", alone, quick), ("company", company, [*quick, Wish(3, 10, mask_turns=50)])):
+        turn, turns = world.turn, []
+        world.turn = lambda turn=turn, turns=turns: turns.append(1) or turn()
+        finish = world.scheduler.finish
+        ends = done[name] = []
+
+        def note(seq, *rest, finish=finish, turns=turns, ends=ends):
+            ends.append((seq.arrival, len(turns)))
+            finish(seq, *rest)
+
+        world.scheduler.finish = note
+        world.run(wishes)
+    assert done["company"][:2] == done["alone"]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
