@@ -271,7 +271,6 @@ def test_too_little_memory_preempts_and_the_first_never_is(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_slow_mask_holds_nobody_else_up(depth: int) -> None:
-    """Not even where it is preempted, and prefilled up to the token that it may not choose yet."""
     alone = World(pages=40, page_size=4, slots=3, blocks=2, depth=depth)
     company = World(pages=40, page_size=4, slots=3, blocks=2, depth=depth)
     quick = [Wish(5, 10), Wish(9, 10)]
@@ -289,6 +288,27 @@ def test_a_slow_mask_holds_nobody_else_up(depth: int) -> None:
         world.scheduler.finish = note
         world.run(wishes)
     assert done["company"][:2] == done["alone"]
+
+
+def test_a_preempted_sequence_is_prefilled_up_to_the_token_that_it_may_not_choose_yet() -> None:
+    scheduler = make(blocks=2)
+    seq = sequence(10, 30)
+    seq.constraint = Constraint(NoMatcher(), MASK)
+    scheduler.add(seq)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scheduler.collected(plan)
+    seq.output.append(7)
+    seq.constraint.mask = None
+    scheduler._preempt(seq)
+    plan = scheduler.schedule()
+    assert [(c.start, c.count, c.final) for c in plan.chunks] == [(0, 8, False)]
+    scheduler.collected(plan)
+    assert scheduler.schedule() is None
+    assert scheduler.schedule() is None
+    seq.constraint.mask = MASK
+    plan = scheduler.schedule()
+    assert [(c.start, c.count, c.final) for c in plan.chunks] == [(8, 3, True)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
