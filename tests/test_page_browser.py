@@ -144,6 +144,17 @@ def test_an_answer_appears_piece_by_piece(open_tab):
     assert "finished" in facts
 
 
+def test_a_long_answer_does_not_slow_the_page_down(open_tab):
+    """Thousands of tokens that come as fast as they can be sent: laying each out alone would take minutes."""
+    answer = "word é 😀 " * 400
+    tab = open_tab(FakeLLM(answer=answer, max_model_len=10**5))
+    tab.page.check("input[name=logprobs]")
+    begun = time.monotonic()
+    tab.say("Go on.")
+    assert tab.answered() == answer
+    assert time.monotonic() - begun < 20
+
+
 def test_stop_aborts_and_keeps_what_came(open_tab):
     llm = FakeLLM(answer="again and " * 500, step_seconds=0.02, max_model_len=10**6)
     tab = open_tab(llm)

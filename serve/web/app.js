@@ -22,6 +22,38 @@ function prompt(turn) {
 const atBottom = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 48;
 const toBottom = () => (scroll.scrollTop = scroll.scrollHeight);
 
+/** Change the conversation, and stay at its end if that is where the user is. */
+function following(change) {
+  const follow = atBottom();
+  change();
+  if (follow) toBottom();
+}
+
+/** Shows chunks as they come, but no oftener than the page can bear: a long answer takes long to lay out. */
+class Painter {
+  #waiting = [];
+  #timer = null;
+  #pause = 16; // milliseconds
+
+  constructor(turn) {
+    this.turn = turn;
+  }
+
+  add(chunk) {
+    this.#waiting.push(chunk);
+    this.#timer ??= setTimeout(() => this.flush(), this.#pause);
+  }
+
+  flush() {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+    const begun = performance.now();
+    following(() => this.#waiting.forEach((chunk) => this.turn.take(chunk)));
+    this.#waiting = [];
+    this.#pause = Math.max(16, 4 * (performance.now() - begun));
+  }
+}
+
 /** Ask for a turn's answer, and show it as it comes. */
 async function answer(turn) {
   const controller = (running = new AbortController());
@@ -29,20 +61,16 @@ async function answer(turn) {
   showButtons();
   toBottom();
   let outcome = {};
+  const painter = new Painter(turn);
   try {
     const messages = prompt(turn);
-    for await (const chunk of streamChat({ messages, ...requestFields() }, controller.signal)) {
-      const follow = atBottom();
-      turn.take(chunk);
-      if (follow) toBottom();
-    }
+    for await (const chunk of streamChat({ messages, ...requestFields() }, controller.signal)) painter.add(chunk);
   } catch (error) {
     outcome = error.name === "AbortError" ? { stopped: true } : { error };
     if (error instanceof ApiError && error.status === 401) askForKey(error);
   }
-  const follow = atBottom();
-  byId("status").textContent = turn.finish(outcome);
-  if (follow) toBottom();
+  painter.flush();
+  following(() => (byId("status").textContent = turn.finish(outcome)));
   if (running === controller) running = null;
   showButtons();
 }

@@ -93,7 +93,10 @@ export class TokenText {
 
   #plain(until) {
     if (until <= this.#shown) return;
-    this.#element.append(this.#text.slice(this.#shown, until));
+    const text = this.#text.slice(this.#shown, until);
+    const end = this.#element.lastChild;
+    if (end?.nodeType === Node.TEXT_NODE) end.appendData(text);
+    else this.#element.append(text);
     this.#shown = until;
     this.#last = null;
   }
