@@ -2,13 +2,14 @@
 
 import argparse
 
-from benchmarks import compare, export, host, offline, serving, startup
+from benchmarks import compare, export, host, offline, overhead, serving, startup
 
 COMMANDS = {
     "offline": offline,
     "serving": serving,
     "startup": startup,
     "host": host,
+    "overhead": overhead,
     "compare": compare,
     "export": export,
 }
