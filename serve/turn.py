@@ -103,7 +103,8 @@ async def prepare_turn(conversation: Conversation, params: SamplingParams, state
         field = "tools" if family is not None else field
 
     def parser() -> TurnParser:
-        inner = PlainParser() if family is None else family.parser(tools)
+        forced = conversation.tool_choice != "auto"
+        inner = PlainParser() if family is None else family.parser(tools, forced=forced)
         return inner if thinking is None else ThinkingParser(thinking, opened=opened, then=inner)
 
     changes: dict[str, Any] = {"structured_outputs": wanted}

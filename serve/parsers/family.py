@@ -78,8 +78,10 @@ class Family:
     teach: Callable[[Messages, Sequence[Mapping[str, Any]]], Messages] | None = None
     """Writes the tools into the conversation, where the template does not know them."""
 
-    def parser(self, tools: Sequence[Tool]) -> TurnParser:
+    def parser(self, tools: Sequence[Tool], *, forced: bool = False) -> TurnParser:
+        """A reader of one completion. ``forced`` where calls must come, so that text is only what cannot begin one."""
         source = Source()
+        source.ends_in_space = forced
         return Reader(source, self.read(source, Calls(source, tools, self.new_id)))
 
 
