@@ -61,18 +61,20 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
 
 def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
+    if isinstance(items, Sequence) and len(items) > most:
+        raise RequestError(f"{name} holds {len(items)} strings; at most {most} are allowed", param=name)
     if not isinstance(items, Sequence) or not all(isinstance(s, str) for s in items):
         raise RequestError(f"{name} must be a string or a list of strings, got {value!r}", param=name)
     if any(not s for s in items):
         raise RequestError(f"{name} must not contain an empty string", param=name)
-    if len(items) > most:
-        raise RequestError(f"{name} holds {len(items)} strings; at most {most} are allowed", param=name)
     return tuple(items)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of token ids, got {value!r}", param=name)
+    if set(map(type, value)) == {int} and min(value) >= 0:  # quick: there may be a million
+        return tuple(value)
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise RequestError(f"{name} must hold non-negative integers, got {token!r}", param=name)
@@ -252,10 +254,9 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
         }
         for name, ids in fields.items():
-            for token in ids:
-                if token >= vocab_size:
-                    message = f"{name}: token id {token} is out of range; the vocabulary holds {vocab_size} tokens"
-                    raise RequestError(message, param=name)
+            if (token := max(ids, default=0)) >= vocab_size:
+                message = f"{name}: token id {token} is out of range; the vocabulary holds {vocab_size} tokens"
+                raise RequestError(message, param=name)
 
     def replace(self, **changes: object) -> "SamplingParams":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from aiohttp import web
 from jaxserve.request import RequestError, SamplingParams
 from serve.answer import Answer, Completion, Step
 from serve.errors import bad_request
-from serve.generation import PromptInput, parse, prompt_usage, read_json, truncate, truncation
+from serve.generation import PromptInput, prompt_usage, read_body, truncate, truncation
 from serve.logprobs import chat_logprobs, prompt_logprobs
 from serve.openapi import RUN_ERRORS, api
 from serve.parsers.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegin
@@ -27,7 +27,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, ``n`` times."""
     state = request.app[STATE]
     with state.work():
-        body = await parse(await read_json(request, state), ChatRequest, state)
+        body = await read_body(request, state, ChatRequest)
         body.check()
         params = _params(body)
         turn = await prepare_turn(_conversation(body), params, state)

@@ -13,9 +13,8 @@ from serve.generation import (
     Generation,
     PromptInput,
     encode_prompts,
-    parse,
     prompt_usage,
-    read_json,
+    read_body,
     truncate,
     truncation,
 )
@@ -33,7 +32,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several; choice ``p * n + i`` is completion i of prompt p."""
     state = request.app[STATE]
     with state.work():
-        body = await parse(await read_json(request, state), CompletionRequest, state)
+        body = await read_body(request, state, CompletionRequest)
         body.check()
         params = _params(body)
         prompts = await encode_prompts(body.prompt, state, add_special_tokens=body.add_special_tokens)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -30,11 +30,23 @@ class PromptInput:
     """Tokens that ``truncate_prompt_tokens`` took from its beginning."""
 
 
-async def read_json(request: web.Request, state: State) -> dict[str, Any]:
-    """The body as a JSON object. Raises a 413 before reading where the length says it is too large, a 408 for one that
-    takes too long."""
+async def read_body[B: Body](
+    request: web.Request, state: State, kind: type[B] | Callable[[dict[str, Any]], type[B]]
+) -> B:
+    """The body as a ``kind``, which may depend on the JSON, and its model name checked.
+
+    Raises ApiError: a 413 before reading where the length says it is too large, a 408 where it takes too long, a 400.
+    """
     raw = await _read(request, state.options.max_body_bytes, state.options.body_timeout)
-    return await state.offload(len(raw) // 16, lambda: load_json(raw))
+
+    def make() -> B:
+        value = load_json(raw)
+        chosen = kind if isinstance(kind, type) else kind(value)
+        return validate(chosen, value, ignore_unknown=state.options.ignore_unknown_fields)
+
+    body = await state.offload(len(raw) // 16, make)
+    state.check_model(getattr(body, "model", None))
+    return body
 
 
 async def _read(request: web.Request, most: int, seconds: float) -> bytes:
@@ -52,13 +64,6 @@ async def _read(request: web.Request, most: int, seconds: float) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="body_timeout") from None
     return b"".join(pieces)
-
-
-async def parse[B: Body](value: dict[str, Any], kind: type[B], state: State) -> B:
-    """``value`` as a ``kind``, and its model name checked. Raises ApiError."""
-    body = validate(kind, value, ignore_unknown=state.options.ignore_unknown_fields)
-    state.check_model(getattr(body, "model", None))
-    return body
 
 
 async def encode_prompts(

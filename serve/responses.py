@@ -7,7 +7,7 @@ from aiohttp import web
 from jaxserve.request import RequestError
 from serve.answer import Answer
 from serve.errors import ApiError, as_api_error
-from serve.generation import parse, read_json
+from serve.generation import read_body
 from serve.openapi import RUN_ERRORS, api
 from serve.protocol.response_answers import ResponseEvent, ResponseObject
 from serve.protocol.responses import ResponsesRequest, renamed
@@ -23,7 +23,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation given as items."""
     state = request.app[STATE]
     with state.work():
-        body = await parse(await read_json(request, state), ResponsesRequest, state)
+        body = await read_body(request, state, ResponsesRequest)
         body.check()
         try:
             turn = await prepare_turn(conversation(body), body.sampling(), state)

@@ -1,13 +1,14 @@
 """``POST /tokenize`` and ``POST /detokenize``."""
 
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from jaxserve.request import RequestError
 from serve.chat import encode_messages
 from serve.errors import bad_request
-from serve.generation import parse, read_json
+from serve.generation import read_body
 from serve.openapi import BODY_ERRORS, api
 from serve.protocol.answers import Detokenized, Tokens
 from serve.protocol.chat import TokenizeChatRequest
@@ -15,22 +16,27 @@ from serve.protocol.completions import DetokenizeRequest, TokenizeRequest
 from serve.state import STATE
 
 
+def _kind(value: dict[str, Any]) -> type[TokenizeRequest | TokenizeChatRequest]:
+    if value.get("messages") is None:
+        return TokenizeRequest
+    if value.get("prompt") is not None:
+        raise bad_request("give prompt or messages, not both", param="messages")
+    return TokenizeChatRequest
+
+
 @api(Tokens, body=TokenizeRequest | TokenizeChatRequest, errors=BODY_ERRORS)
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a prompt, or of a conversation by the chat template."""
     state = request.app[STATE]
     with state.work():
-        value = await read_json(request, state)
-        if value.get("messages") is not None:
-            if value.get("prompt") is not None:
-                raise bad_request("give prompt or messages, not both", param="messages")
-            chat = await parse(value, TokenizeChatRequest, state)
-            ids, strings = (await encode_messages(chat, state)).ids, chat.return_token_strs
+        body = await read_body(request, state, _kind)
+        if isinstance(body, TokenizeChatRequest):
+            ids = (await encode_messages(body, state)).ids
         else:
-            text = await parse(value, TokenizeRequest, state)
-            encode = partial(state.tokenizer.encode, text.prompt, add_special_tokens=text.add_special_tokens)
-            ids, strings = await state.offload(len(text.prompt), encode), text.return_token_strs
-        names = [state.token_text(token)[0] for token in ids] if strings else None
+            state.check_text(body.prompt)
+            encode = partial(state.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            ids = await state.offload(len(body.prompt), encode)
+        names = [state.token_text(token)[0] for token in ids] if body.return_token_strs else None
         answer = {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids, "token_strs": names}
         return web.json_response(answer)
 
@@ -40,13 +46,14 @@ async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids."""
     state = request.app[STATE]
     with state.work():
-        body = await parse(await read_json(request, state), DetokenizeRequest, state)
-        tokenizer = state.tokenizer
-        for token in body.tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                message = f"tokens: id {token} is out of range; the vocabulary holds {tokenizer.vocab_size} tokens"
-                raise RequestError(message, param="tokens")
-        text = await state.offload(
-            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
-        )
-        return web.json_response({"prompt": text})
+        body = await read_body(request, state, DetokenizeRequest)
+        tokenizer, tokens = state.tokenizer, body.tokens
+
+        def decode() -> str:
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < tokenizer.vocab_size:
+                    message = f"tokens: id {token} is out of range; the vocabulary holds {tokenizer.vocab_size} tokens"
+                    raise RequestError(message, param="tokens")
+            return tokenizer.decode(tokens, skip_special_tokens=body.skip_special_tokens)
+
+        return web.json_response({"prompt": await state.offload(len(tokens), decode)})

@@ -11,14 +11,11 @@ from serve.parsers.family import Tool, is_tool_name
 if TYPE_CHECKING:
     from serve.turn import Conversation
 
-MAX_TOOLS = 512
 CHOICES = ("none", "auto", "required")
 
 
 def check_tools(conversation: "Conversation") -> list[Tool]:
     """The tools as they are given. Raises a 400 that names the tool, or ``tool_choice``."""
-    if len(conversation.tools) > MAX_TOOLS:
-        raise bad_request(f"tools holds more than {MAX_TOOLS} functions", param="tools")
     found: dict[str, Tool] = {}
     for index, item in enumerate(conversation.tools):
         function = item["function"]

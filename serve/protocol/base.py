@@ -8,6 +8,12 @@ from pydantic.json_schema import JsonSchemaValue
 
 from serve.errors import ApiError, bad_request
 
+MAX_SIGNS = {b",": 2_000_000, b":": 250_000}
+"""Most values and most names in a body, counted by their signs: reading many takes long, and others wait meanwhile.
+Signs in texts count as well; a text with so many is far longer than any context."""
+MAX_FIELDS = 256
+"""Most fields of an object that has no more than a few dozen; each unknown one would be an error of its own."""
+
 
 class Body(BaseModel):
     """Any JSON object sent to the server, at any depth. A field that is null counts as absent."""
@@ -21,6 +27,8 @@ class Body(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are allowed")
         return {key: item for key, item in value.items() if item is not None or key in cls.keeps_null}
 
     @classmethod
@@ -74,6 +82,9 @@ def refuse(body: BaseModel, harmless: dict[str, tuple[Any, ...]]) -> None:
 
 def load_json(raw: bytes) -> dict[str, Any]:
     """The JSON object in ``raw``. NaN and lone surrogates are no JSON."""
+    for sign, most in MAX_SIGNS.items():
+        if raw.count(sign) > most:
+            raise bad_request(f"the request body holds more than {most} of {sign.decode()!r}", code="too_many_values")
     try:
         value = pydantic_core.from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:

@@ -10,6 +10,7 @@ from serve.protocol.messages import Message
 from serve.protocol.sampling import MAX_LOGPROBS, SamplingFields, said
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -45,7 +46,7 @@ class ChatTemplateFields(Body):
     """What the chat template is given."""
 
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     """auto where there are tools; required and a function's name are enforced."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

@@ -8,6 +8,9 @@ from pydantic import PlainValidator, SkipValidation
 from serve.errors import bad_request
 from serve.protocol.base import Body
 
+MAX_PARTS = 1024
+"""Most parts of a message's content."""
+
 
 class TextPart(Body):
     type: Literal["text"]
@@ -27,6 +30,8 @@ def _check_content(value: object) -> str | None:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"holds more than {MAX_PARTS} parts")
     texts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):

@@ -7,11 +7,12 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from jaxserve.request import MAX_LOGPROBS, RequestError, SamplingParams, StructuredOutputs
 from serve.errors import ApiError, bad_request
 from serve.protocol.base import BY_TYPE, Body, refuse
+from serve.protocol.chat import MAX_TOOLS
 from serve.protocol.sampling import EngineFields, said
 from serve.protocol.structured import JsonObjectFormat, NamedSchema, TextFormat, chosen, one_of
 
 MAX_ITEMS = 4096
-MAX_TOOLS = 128
+MAX_PARTS = 1024
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -32,7 +33,9 @@ class ReasoningPart(Body):
 
 
 type ItemContent = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[InputText], Field(fail_fast=True), Tag("<list>")], BY_TYPE
+    Annotated[str, Tag("<string>")]
+    | Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS), Tag("<list>")],
+    BY_TYPE,
 ]
 
 
@@ -168,7 +171,10 @@ class ResponsesRequest(EngineFields):
     reasoning: ReasoningOptions | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        Field(max_length=MAX_METADATA),
+    ] = None
     """Comes back as it is."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -198,8 +204,6 @@ class ResponsesRequest(EngineFields):
         if self.top_logprobs and not self.with_logprobs:
             message = f"top_logprobs may only be given with include [{LOGPROBS!r}]"
             raise bad_request(message, param="top_logprobs")
-        if self.metadata is not None and len(self.metadata) > MAX_METADATA:
-            raise bad_request(f"metadata holds more than {MAX_METADATA} entries", param="metadata")
 
     def sampling(self) -> SamplingParams:
         """The engine's parameters. Raises ApiError that names fields as they are called here."""
