@@ -14,11 +14,12 @@ from serve.state import STATE
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
 
 
 def dumps(value: Any) -> str:
     """Compact and in ASCII, so that no client takes an exotic line separator within a string for the end of a line."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return _ENCODER.encode(value)
 
 
 class Chunks:
