@@ -176,10 +176,15 @@ def test_bad_chat_requests(server, fields, param):
         b'{"prompt": "Hi", "stop": [' + b'"a",' * 300_000 + b'"b"]}',
         b'{"prompt": "Hi", "stop": {"' + b"x" * 1_000_000 + b'": 1}}',
         b"{" + b",".join(b'"f%d": 1' % i for i in range(10_000)) + b"}",
+        b'{"prompt": "Hi", "x": [' + b"1," * 2_000_001 + b"1]}",
+        b'{"prompt": "Hi", "x": {' + b",".join(b'"f%d":1' % i for i in range(250_001)) + b"}}",
+        b'{"prompt": "Hi", "stream": true, "stream_options": {' + b",".join(b'"f%d":1' % i for i in range(300)) + b"}}",
     ],
     ids=lambda raw: raw[:24],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
 def test_malformed_bodies(server, path, raw):
     check_refusal(server, server.send(path, raw=raw), ...)
 
@@ -232,7 +237,7 @@ def test_api_keys():
         for path in ("/health", "/ready", "/ping"):
             assert server.send(path)[0] == 200
         paths = ("/v1/models", "/v1/models/tiny", "/metrics", "/version", "/v1/engine/report", "/nothing")
-        posts = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+        posts = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
         wrong = [{}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Basic one"}]
         for headers in wrong:
             for path in paths:
