@@ -16,6 +16,8 @@ MAX_LOGIT_BIAS = 512
 """Most entries of ``logit_bias``."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
+MAX_CHARACTERS = 8192
+"""Most characters of all stop strings, or of all bad words, together: they are tokenized where the request is taken."""
 MAX_N = 128
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -67,6 +69,8 @@ def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
         raise RequestError(f"{name} must be a string or a list of strings, got {value!r}", param=name)
     if any(not s for s in items):
         raise RequestError(f"{name} must not contain an empty string", param=name)
+    if (size := sum(map(len, items))) > MAX_CHARACTERS:
+        raise RequestError(f"{name} holds {size} characters; at most {MAX_CHARACTERS} are allowed", param=name)
     return tuple(items)
 
 

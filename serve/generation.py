@@ -16,6 +16,8 @@ from serve.protocol.base import Body, load_json, validate
 from serve.record import CURRENT, Record
 from serve.state import Channel, State
 
+PROMPT_CHARACTERS = 64
+"""What it costs to tokenize any text at all, in characters."""
 SUBMIT_SECONDS = 0.01
 """Longest that submitting many prompts holds the event loop at a time."""
 
@@ -83,7 +85,7 @@ async def encode_prompts(
     def encode() -> list[PromptInput]:
         return [PromptInput(tokenizer.encode(text, add_special_tokens=add_special_tokens), text) for text in texts]
 
-    inputs = await state.offload(sum(map(len, texts)), encode)
+    inputs = await state.offload(sum(len(text) + PROMPT_CHARACTERS for text in texts), encode)
     if not all(item.ids for item in inputs):
         raise ApiError(400, "the prompt is empty: it comes to no token", param="prompt", code="empty_prompt")
     return inputs
