@@ -159,6 +159,7 @@ def test_a_wanted_answer_comes_after_the_reasoning_or_instead_of_calls(speaker):
         (StructuredOutputs(json_object=True), '{"a": 1}', "[1]"),
         (StructuredOutputs(json={"type": "integer"}), "12", '"x"'),
         (StructuredOutputs(regex="a/b+"), "a/bb", "a"),
+        (StructuredOutputs(regex="a\\/\\\\[/]\nb"), "a/\\/\nb", "a//\nb"),
         (StructuredOutputs(choice=['x"', "y\n"]), 'x"', "x"),
         (StructuredOutputs(grammar='start: "x" | B\nB: /y\\/+/'), "y//", "z"),
     ]

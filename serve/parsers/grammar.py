@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxserve.request import StructuredOutputs
 from serve.parsers.family import Family, Tool
-from serve.parsers.lark import Lark, choose, regex
+from serve.parsers.lark import Lark, between_slashes, choose, regex
 from serve.parsers.reasoning import Thinking
 
 
@@ -70,7 +70,7 @@ def _wanted(lark: Lark, wanted: StructuredOutputs | None) -> str:
     if wanted.json_object:
         return lark.schema({"type": "object"})
     if wanted.regex is not None:
-        return lark.rule("WANTED", "/" + wanted.regex.replace("/", "\\/") + "/")
+        return lark.rule("WANTED", between_slashes(wanted.regex))
     if wanted.choice is not None:
         return choose([json.dumps(item, ensure_ascii=False) for item in wanted.choice])
     return lark.rule("wanted", f"%lark {{\n{wanted.grammar}\n}}")

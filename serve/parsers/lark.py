@@ -51,3 +51,9 @@ def choose(expressions: Sequence[str]) -> str:
 def regex(text: str) -> str:
     """``text`` as a piece of a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
+
+
+def between_slashes(pattern: str) -> str:
+    """A regular expression as Lark has it, its own slashes and line breaks escaped."""
+    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found.group() == "/" else found.group(), pattern, flags=re.DOTALL)
+    return "/" + escaped.replace("\n", "\\n") + "/"
