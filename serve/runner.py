@@ -22,6 +22,8 @@ from serve.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+CLOSE_SECONDS = 10.0
+"""How long an idle engine may take to close."""
 
 type Load = Callable[[Callable[[str], None]], Any]
 """Makes the engine; it is given a function that takes the name of each phase of the start."""
@@ -114,9 +116,10 @@ async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bo
     log.info("tool parser %(tool_parser)s, reasoning parser %(reasoning_parser)s", state.formats.report())
     with Watchdog(llm, state.options.watchdog_timeout):
         status = await _until_stopped(state, stop, signals)
+    closed: set[asyncio.Future[Any]] = set()
     if status == 0:
-        await _in_thread(llm.close)
-    return Ended(status, clean=status == 0)
+        closed, _ = await asyncio.wait((_in_thread(llm.close),), timeout=CLOSE_SECONDS)
+    return Ended(status, clean=bool(closed))
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:

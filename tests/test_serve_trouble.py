@@ -45,8 +45,17 @@ def test_an_engine_error_amid_a_stream_is_an_event(ask):
 
 
 def test_a_full_queue_is_a_503_and_leaves_nothing_behind():
-    with serving(FakeLLM(most=2)) as server:
-        status, answer, headers = complete(server, prompt=["a", "b", "c"])
+    with serving(FakeLLM(most=2, step_seconds=0.02)) as server:
+
+        async def go():
+            async with aiohttp.ClientSession() as session:
+                long = {"prompt": ["a"], "max_tokens": 400, "ignore_eos": True, "stream": True}
+                async with session.post(server.url + "/v1/completions", json=long) as running:
+                    await running.content.readline()
+                    async with session.post(server.url + "/v1/completions", json={"prompt": ["b", "c"]}) as reply:
+                        return reply.status, await reply.json(), reply.headers
+
+        status, answer, headers = asyncio.run(go())
         assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "queue_full", "1")
         server.llm.wait_idle()
         assert complete(server, prompt=["a", "b"])[0] == 200
