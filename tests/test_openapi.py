@@ -1,7 +1,9 @@
 """``/openapi.json`` against what is served: the same routes, the same fields, the same limits, the same locks."""
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -124,6 +126,17 @@ def test_events_are_as_described(server, document, path, send, extra):
     assert status == 200, text
     for event in events(text):
         check.validate(event)
+
+
+def test_the_page_about_the_api_names_every_path_and_field(document):
+    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    named = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`\n]+)`", page))))
+    for path, _, _ in operations(document):
+        plain = path.split("{")[0].rstrip("/") or "/"
+        assert plain in page or plain.startswith("/web/"), path
+    for name, schema in document["components"]["schemas"].items():
+        if name.endswith("Request"):
+            assert schema["properties"].keys() - named == set(), name
 
 
 def test_lenient_servers_describe_themselves_so():

@@ -198,6 +198,10 @@ def test_truncation_keeps_the_end_and_says_so(server):
     assert "truncated_prompt_tokens" not in complete(server)[1]
     chunks = events(complete(server, prompt="abc", truncate_prompt_tokens=2, stream=True)[1])
     assert {chunk["truncated_prompt_tokens"] for chunk in chunks} == {1}
+    answer = chat(server, truncate_prompt_tokens=12)[1]
+    assert bytes(server.llm.submitted[-1].prompt).decode() == "i<assistant>"
+    assert answer["truncated_prompt_tokens"] == len("<user>H")
+    assert answer["usage"]["prompt_tokens"] == 12
 
 
 def test_completion_logprobs(server):
