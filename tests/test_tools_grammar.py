@@ -178,3 +178,9 @@ def test_arguments_that_a_family_cannot_write_are_refused():
     tool = Tool("f", {"type": "object", "properties": {"a>b": {"type": "string"}}})
     with pytest.raises(ValueError, match="a>b"):
         FAMILIES["glm"].calls([tool], True, Lark(lambda text: None))
+
+
+def test_mistrals_calls_may_have_ids(speaker):
+    wish = language(speaker[0], FAMILIES["mistral"], None, forced=True)
+    assert holds(speaker, wish, "[TOOL_CALLS]now[CALL_ID]abc123DEF[ARGS]{}")
+    assert not holds(speaker, wish, "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}")

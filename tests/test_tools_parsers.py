@@ -166,6 +166,12 @@ SAMPLES = [
         [("weather", {"city": "Paris\n", "any": "not json"}), ("now", {})],
     ),
     ("glm", "<tool_call>now\n</tool_call>", "", [("now", {})]),
+    (
+        "glm",
+        "<tool_call>weather <arg_key>any</arg_key> <arg_value>True</arg_value> </tool_call>",
+        "",
+        [("weather", {"any": True})],
+    ),
     ("llama3", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [("weather", PARIS)]),
     ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', "", [("now", {})]),
     ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", [("now", {})]),

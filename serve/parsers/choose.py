@@ -1,5 +1,6 @@
 """Which families a model speaks: by the operator's word, else by its chat template."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,8 @@ def _tools(template: str) -> Family | None:
     if "<tool_call>" in template:
         return HERMES
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
-        return LLAMA3
+        # Such a template refuses a history in which one message makes several calls.
+        return dataclasses.replace(LLAMA3, parallel="single tool-call" not in template)
     return GENERIC
 
 

@@ -57,7 +57,8 @@ def _array_grammar(tools: Sequence[Tool], many: bool, lark: Lark) -> str:
 
 
 def _named_grammar(tools: Sequence[Tool], many: bool, lark: Lark) -> str:
-    bodies = [f"{lark.text(tool.name + ARGS)} {lark.schema(tool.parameters)}" for tool in tools]
+    id = f"({lark.text(ID)} {lark.rule('CALL_ID', '/[A-Za-z0-9]{9}/')})?"
+    bodies = [f"{lark.text(tool.name)} {id} {lark.text(ARGS)} {lark.schema(tool.parameters)}" for tool in tools]
     call = lark.rule("call", choose(bodies))
     return f"{call} ({lark.text(OPEN)} {call})*" if many else call
 

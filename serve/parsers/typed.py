@@ -67,7 +67,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _as_json(text: str) -> str:
-    """``text`` where it is JSON, otherwise as a string."""
+    """``text`` where it is JSON (or Python's word for it, which templates show), otherwise as a string."""
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
