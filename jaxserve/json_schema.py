@@ -8,6 +8,7 @@ annotations are dropped. So two schemas that differ in descriptions alone read t
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from urllib.parse import unquote
 
 MAX_DEPTH = 64
 """Deepest nesting of a schema, and of the values in it."""
+MAX_PARTS = 8192
+"""Most schemas within a schema."""
 MAX_SIZE = 1 << 31
 """Largest ``minLength``, ``maxItems`` and the like."""
 MAX_BOUND = 1 << 53
@@ -23,6 +26,8 @@ MAX_BOUND = 1 << 53
 MAX_OPEN_BOUND = 1 << 40
 """Largest exclusive bound of numbers with fractions."""
 
+MAX_PATTERNS = 8
+"""Most patterns and formats that one string must match together: twelve take a moment, eighteen take minutes."""
 MAX_BLAMED = 256
 """Most parts that are compiled alone to find which one a complaint is about."""
 _UNSATISFIABLE = "Unsatisfiable"
@@ -89,6 +94,7 @@ class Schema:
             document["$defs"] = defs
         made = cls(document, reader.pointers)
         made._check_finite()
+        made._check_patterns()
         return made
 
     def canonical(self) -> str:
@@ -139,6 +145,30 @@ class Schema:
             parts += node[key] if len(node.get(key, ())) == 1 else []
         return parts
 
+    def _check_patterns(self) -> None:
+        """Refuse strings that must match many patterns at once, which takes the compiler exponential time."""
+        defs = self.document.get("$defs", {})
+        counts: dict[int, int] = {}
+
+        def count(node: Any) -> int:
+            if isinstance(node, bool):
+                return 0
+            if id(node) in counts:
+                return counts[id(node)]
+            counts[id(node)] = 0  # while it is being counted: a loop adds nothing
+            total = ("pattern" in node) + ("format" in node) + sum(map(count, node.get("allOf", ())))
+            total += count(self._target(node["$ref"])) if "$ref" in node else 0
+            total += sum(max(map(count, node[key])) for key in ("anyOf", "oneOf") if key in node)
+            if total > MAX_PATTERNS:
+                pointer = self._pointers.get(id(node), "")
+                raise SchemaError(pointer, f"more than {MAX_PATTERNS} patterns for one string are not supported")
+            counts[id(node)] = total
+            return total
+
+        for top in (self.document, *defs.values()):
+            for node in _walk(top):
+                count(node)
+
     def _check_finite(self) -> None:
         """Refuse what only an endless document could satisfy, by the least fixpoint of "something finite fits"."""
         defs = self.document.get("$defs", {})
@@ -166,10 +196,16 @@ class Schema:
             as_array = all(map(fits, prefix[:least])) and (least <= len(prefix) or fits(node.get("items", True)))
             return ("object" in kinds and as_object) or ("array" in kinds and as_array)
 
-        before = -1
-        while len(finite) > before:
-            before = len(finite)
-            finite.update(id(node) for node in nodes if id(node) not in finite and settle(node))
+        users: defaultdict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        """Of each part, by identity, the schemas that it may settle."""
+        for node in nodes:
+            for part in (*_children(node), *([self._target(node["$ref"])] if "$ref" in node else ())):
+                users[id(part)].append(node)
+        while nodes:  # from the end: children first
+            node = nodes.pop()
+            if id(node) not in finite and settle(node):
+                finite.add(id(node))
+                nodes += users[id(node)]
         for node in (*defs.values(), self.document):
             if not fits(node):
                 pointer = self._pointers.get(id(node), "")
@@ -219,6 +255,7 @@ class _Reader:
         """Pointer of each referred part -> its name among the ``$defs`` that are written."""
         self.todo: dict[str, str] = {}
         self.pointers: dict[int, str] = {}
+        self.parts = 0
 
     def at(self, pointer: str) -> Any:
         value = self.root
@@ -239,6 +276,9 @@ class _Reader:
             raise SchemaError(where, f"a schema is an object or a boolean, not {_name(given)}")
         if depth > MAX_DEPTH:
             raise SchemaError(where, f"the schema is nested more than {MAX_DEPTH} levels deep")
+        self.parts += 1
+        if self.parts > MAX_PARTS:
+            raise SchemaError(where, f"the schema has more than {MAX_PARTS} parts")
         out: dict[str, Any] = {}
         for key, value in given.items():
             if not isinstance(key, str):

@@ -1,6 +1,7 @@
 """Grammars: what a wish allows token by token, and what is refused, by path and keyword. No engine here."""
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -321,9 +322,35 @@ def test_deep_and_large_schemas_are_refused_quickly(grammars: Grammars) -> None:
         (deep, f"more than {MAX_DEPTH} levels"),
         ({"const": value}, f"more than {MAX_DEPTH} levels"),
         ({"enum": ["x" * 100] * (MAX_BYTES // 100)}, "longer than"),
+        ({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(20_000)}}, "parts"),
     ):
         with pytest.raises(RequestError, match=says):
             grammars.compile(schema(asked))
+
+
+def test_long_chains_of_references_are_read_in_no_time(grammars: Grammars) -> None:
+    """In any order of their definitions: how finite each is follows from the next."""
+    size = 2000
+    for order in (range(size), reversed(range(size))):
+        chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in order} | {str(size): {"const": "x"}}
+        parts = {"type": "object", "properties": {str(i): {"$ref": f"#/$defs/{i}"} for i in range(0, size, 50)}}
+        begun = time.process_time()
+        made = grammars.compile(schema(parts | {"$defs": chain}))
+        assert time.process_time() - begun < 3  # a tenth on a quiet machine; once a minute
+        assert accepts(made, '{"0":"x"}')
+
+
+def test_many_patterns_at_once_are_refused_before_they_take_minutes(grammars: Grammars) -> None:
+    patterns = [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(27)]
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, part]} for i, part in enumerate(patterns)}
+    chained = {"$defs": chain | {"d27": {}}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
+    for asked in ({"allOf": patterns}, chained):
+        with pytest.raises(RequestError, match="more than 8 patterns"):
+            grammars.compile(schema(asked))
+    lark = "start: A\nA: " + " & ".join(f"/a.{{{i}}}b/" for i in range(27))
+    with pytest.raises(RequestError, match="more than 8 intersections"):
+        grammars.compile(StructuredOutputs(grammar=lark))
+    grammars.compile(schema({"anyOf": patterns}))
 
 
 def test_descriptions_do_not_matter_and_grammars_are_kept(grammars: Grammars) -> None:
