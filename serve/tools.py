@@ -1,7 +1,6 @@
 """The tools of a conversation: checked, and their schemas brought to what can be enforced."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.request import RequestError, StructuredOutputs
@@ -12,6 +11,8 @@ if TYPE_CHECKING:
     from serve.turn import Conversation
 
 CHOICES = ("none", "auto", "required")
+MAX_CHECKS = 512
+"""Most schemas that are compiled to see what of a request's tools can be enforced."""
 
 
 def check_tools(conversation: "Conversation") -> list[Tool]:
@@ -47,47 +48,52 @@ def _as_object(parameters: Any, field: str) -> dict[str, Any]:
     return schema
 
 
-def enforceable(tools: list[Tool], conversation: "Conversation", llm: Any) -> list[Tool]:
-    """The tools with schemas that the engine can enforce. May take seconds: not for the event loop.
-
-    A schema that it cannot enforce is refused, naming it, where the tool is ``strict``. Otherwise the properties at
-    fault may hold anything: what a client that did not ask for strictness expects.
-    """
-    found = []
+def check_strict(tools: list[Tool], conversation: "Conversation", llm: Any) -> None:
+    """Refuse the schema of a ``strict`` tool that the engine cannot enforce, naming it. May take seconds."""
     for index, tool in enumerate(tools):
-        error = _refusal(tool.parameters, llm)
-        if error is not None:
-            if conversation.tools[index]["function"].get("strict"):
+        if conversation.tools[index]["function"].get("strict"):
+            error = refusal(StructuredOutputs(json=tool.parameters), llm)
+            if error is not None:
                 raise named(error, conversation.tool_field.format(index))
-            tool = Tool(tool.name, _loosened(tool, llm))
-        found.append(tool)
-    return found
 
 
-def _refusal(schema: Mapping[str, Any], llm: Any) -> RequestError | None:
+def loosen(tools: list[Tool], llm: Any) -> list[Tool]:
+    """The tools with schemas that the engine can enforce: the properties at fault may hold anything of their type.
+
+    It is what a client that did not ask for strictness expects. May take seconds.
+    """
+    left = iter(range(MAX_CHECKS))
+
+    def refused(schema: Mapping[str, Any]) -> bool:
+        return next(left, None) is None or refusal(StructuredOutputs(json=schema), llm) is not None
+
+    return [Tool(tool.name, _loosened(tool, refused)) if refused(tool.parameters) else tool for tool in tools]
+
+
+def refusal(wish: StructuredOutputs, llm: Any) -> RequestError | None:
+    """Why the engine cannot enforce ``wish``; None where it can."""
     try:
-        llm.check_structured_outputs(StructuredOutputs(json=schema))
+        llm.check_structured_outputs(wish)
     except RequestError as error:
         return error
     return None
 
 
-def _loosened(tool: Tool, llm: Any) -> dict[str, Any]:
-    properties = {}
+def _loosened(tool: Tool, refused: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    properties: dict[str, Any] = {}
     for key, schema in tool.properties().items():
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        plain = {"type": kind} if isinstance(kind, str) else {}
-        whole = {"type": "object", "properties": {key: schema}}
-        whole |= {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-        for option, candidate in ((schema, whole), (plain, {"type": "object", "properties": {key: plain}})):
-            if _refusal(candidate, llm) is None:
-                properties[key] = option
-                break
-    found: dict[str, Any] = {"type": "object", "properties": properties}
-    found |= {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    found["required"] = [key for key in properties if key in tool.required()]
-    found["additionalProperties"] = tool.parameters.get("additionalProperties") is not False
-    return found if _refusal(found, llm) is None else {"type": "object"}
+        options: tuple[Any, ...] = (schema, {"type": kind} if isinstance(kind, str) else {}, {})
+        objects = ({"type": "object", "properties": {key: option}, **shared} for option in options)
+        fine = (option for option, whole in zip(options, objects, strict=True) if not refused(whole))
+        properties[key] = next(fine, {})
+    found = {
+        **{"type": "object", "properties": properties, **shared},
+        "required": [key for key in properties if key in tool.required()],
+        "additionalProperties": tool.parameters.get("additionalProperties") is not False,
+    }
+    return {"type": "object"} if refused(found) else found
 
 
 def named(error: RequestError, field: str) -> ApiError:
@@ -99,6 +105,9 @@ def named(error: RequestError, field: str) -> ApiError:
 
 
 def size(conversation: "Conversation") -> int:
-    """About how many characters the prompt has."""
-    text = sum(len(message.get("content") or "") + 64 for message in conversation.messages)
-    return text + sum(len(json.dumps(tool)) for tool in conversation.tools)
+    """About how many characters the prompt has, at a glance."""
+    messages = sum(
+        len(message.get("content") or "") + 1024 * len(message.get("tool_calls") or ())
+        for message in conversation.messages
+    )
+    return messages + 1024 * len(conversation.tools)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from jaxserve.request import RequestError, SamplingParams, StructuredOutputs
+from jaxserve.request import SamplingParams, StructuredOutputs
 from serve.errors import bad_request
 from serve.generation import PromptInput
 from serve.parsers.choose import Formats
@@ -28,7 +28,7 @@ from serve.parsers.parts import (
 )
 from serve.parsers.reasoning import Thinking, ThinkingParser
 from serve.state import State
-from serve.tools import CHOICES, check_tools, enforceable, named, size
+from serve.tools import CHOICES, check_strict, check_tools, loosen, named, refusal, size
 
 __all__ = [
     "Conversation",
@@ -147,28 +147,32 @@ def _compose(
     """The tools with schemas that can be enforced, and the language of the whole answer. Takes time."""
     wanted, choice = conversation.structured_outputs, conversation.tool_choice
     forced = family is not None and choice != "auto"
-    if wanted is not None and not forced:
+    if wanted is not None and not forced and (error := refusal(wanted, state.llm)) is not None:
+        raise named(error, conversation.structured_field)
+
+    def write(tools: list[Tool]) -> StructuredOutputs:
         try:
-            state.llm.check_structured_outputs(wanted)
-        except RequestError as error:
-            raise named(error, conversation.structured_field) from None
+            grammar = turn_grammar(
+                Lark(state.formats.special, _markers(family, thinking)),
+                thinking=thinking,
+                opened=opened,
+                family=family,
+                tools=[tool for tool in tools if choice in ("auto", "required", tool.name)],
+                forced=forced,
+                parallel=conversation.parallel_tool_calls and choice in CHOICES,
+                wanted=wanted,
+            )
+        except ValueError as error:
+            raise bad_request(f"tools: {error}", param="tools") from None
+        return StructuredOutputs(grammar=grammar)
+
+    found = write(tools)
     if family is not None:
-        tools = enforceable(tools, conversation, state.llm)
-    lark = Lark(state.formats.special, _markers(family, thinking))
-    try:
-        grammar = turn_grammar(
-            lark,
-            thinking=thinking,
-            opened=opened,
-            family=family,
-            tools=[tool for tool in tools if choice in ("auto", "required", tool.name)],
-            forced=forced,
-            parallel=conversation.parallel_tool_calls and choice in CHOICES,
-            wanted=wanted,
-        )
-    except ValueError as error:
-        raise bad_request(f"tools: {error}", param="tools") from None
-    return tools, StructuredOutputs(grammar=grammar)
+        check_strict(tools, conversation, state.llm)
+        if refusal(found, state.llm) is not None:
+            tools = loosen(tools, state.llm)
+            found = write(tools)
+    return tools, found
 
 
 def _markers(family: Family | None, thinking: Thinking | None) -> tuple[str, ...]:

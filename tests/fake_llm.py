@@ -126,7 +126,7 @@ class FakeLLM:
 
     def check_structured_outputs(self, wish) -> None:
         """Refuses schemas that hold "not"; enforces nothing."""
-        if "not" in json.dumps(wish.json):
+        if '"not"' in (wish.grammar or json.dumps(wish.json)):
             raise RequestError('structured_outputs.json: at /: keyword "not"', param="structured_outputs.json")
 
     def abort(self, request_id: str) -> None:

@@ -150,7 +150,7 @@ REFUSALS = [
         {"tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}]},
         "tools[1].function.parameters",
     ),
-    ({"tools": [NOW] * 513}, "tools"),
+    ({"tools": [NOW] * 129}, "tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "auto"}}}, "tool_choice"),

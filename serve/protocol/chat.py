@@ -10,7 +10,7 @@ from serve.protocol.messages import Message
 from serve.protocol.sampling import MAX_LOGPROBS, SamplingFields, said
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 512
+MAX_TOOLS = 128
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
