@@ -8,6 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve.routes import create_app
 from tests.fake_llm import FakeLLM
@@ -143,3 +145,22 @@ def test_lenient_servers_describe_themselves_so():
     with serving(ignore_unknown_fields=True) as server:
         document = server.send("/openapi.json")[1]
         assert "additionalProperties" not in document["components"]["schemas"]["CompletionRequest"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1, "return_token_ids": True}])
+def test_the_official_types_hold_answers_and_chunks(server, fields):
+    """Not only as the client builds its objects, which it does without checking."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    Completion.model_validate(complete(server, **fields)[1])
+    for event in events(complete(server, **fields, **options)[1]):
+        Completion.model_validate({"choices": [], **event} | {"choices": [final(c) for c in event["choices"]]})
+    if "logprobs" in fields:
+        fields = fields | {"logprobs": True, "top_logprobs": 1}
+    ChatCompletion.model_validate(chat(server, **fields)[1])
+    for event in events(chat(server, **fields, **options)[1]):
+        ChatCompletionChunk.model_validate(event)
+
+
+def final(choice: dict[str, Any]) -> dict[str, Any]:
+    """The official type of a completion's chunks knows no unfinished choice."""
+    return choice | {"finish_reason": choice["finish_reason"] or "stop"}

@@ -8,6 +8,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from openai.types import responses
 
 from jaxserve.request import TokenLogprob
 from serve.answer import Step
@@ -468,3 +469,15 @@ def test_tools_that_cannot_be_are_refused_by_name(thinker):
     ]:
         status, answer, _ = ask(thinker, **fields)
         assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_the_official_types_hold_everything():
+    """Not only as the client builds its objects, which it does without checking."""
+    kinds: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(responses.ResponseStreamEvent)
+    tool = {"type": "function", "name": "f"}
+    for reason in ("tool_calls", "length"):
+        events, response = grow(EVERYTHING, reason=reason, tools=[tool], include=["message.output_text.logprobs"])
+        for event in events:
+            assert kinds.validate_python(event).type == event["type"]
+        found = responses.Response.model_validate(response)
+        assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
