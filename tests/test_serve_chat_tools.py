@@ -1,6 +1,9 @@
 """Tool calls over the chat API, on a fake engine: what goes in, and what comes out, by the official client too."""
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import openai
@@ -286,6 +289,41 @@ def test_families_are_told_by_their_templates(template, tools, thinking):
 
 def test_without_a_tokenizer_there_are_no_formats():
     assert choose_formats(None, "auto", "auto").report() == {"tool_parser": "none", "reasoning_parser": "none"}
+
+
+class SlowToCompile(FakeLLM):
+    """Submitting a grammar takes a while, as compiling does."""
+
+    def submit(self, prompt, params, **more) -> str:
+        if params.structured_outputs is not None:
+            self.submitting.set()
+            assert self.go_on.wait(10)
+        return super().submit(prompt, params, **more)
+
+
+def test_compiling_holds_nobody_up_and_whoever_leaves_meanwhile_leaves_nothing():
+    llm = SlowToCompile(answer="x" * 3000, max_model_len=4096, step_seconds=0.001)
+    llm.submitting, llm.go_on = threading.Event(), threading.Event()
+    with serving(llm) as server:
+        body = json.dumps({"messages": [USER], "tools": TOOLS}).encode()
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert llm.submitting.wait(10)
+            begun = time.monotonic()
+            assert server.send("/health")[0] == 200
+            assert chat(server, max_tokens=3)[0] == 200
+            assert time.monotonic() - begun < 5
+        end = time.monotonic() + 10
+        while server.state.channels and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not server.state.channels, "the client has gone, and its request is still there"
+        llm.go_on.set()
+        while not llm.aborted and time.monotonic() < end:
+            time.sleep(0.01)
+        assert llm.aborted == [llm.submitted[-1].id]
+        llm.wait_idle(10)
+        assert not llm.submitted[-1].params.stop
 
 
 # The official client.

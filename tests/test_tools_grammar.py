@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import tokenizers
 
+from jaxserve.detokenizer import IncrementalDetokenizer
 from jaxserve.grammar import Grammars
 from jaxserve.request import StructuredOutputs
 from jaxserve.tokenizer import Tokenizer
@@ -184,3 +185,12 @@ def test_mistrals_calls_may_have_ids(speaker):
     wish = language(speaker[0], FAMILIES["mistral"], None, forced=True)
     assert holds(speaker, wish, "[TOOL_CALLS]now[CALL_ID]abc123DEF[ARGS]{}")
     assert not holds(speaker, wish, "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}")
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text_and_no_others(speaker):
+    tokenizer = speaker[0]
+    keep = [token for text in MARKERS if (token := special(tokenizer)(text)) is not None]
+    text = f"a[TOOL_CALLS]now[ARGS]{{}}{EOS}é"
+    detokenizer = IncrementalDetokenizer(tokenizer, (), True, keep)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush() == text.replace(EOS, "")
