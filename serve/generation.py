@@ -126,7 +126,7 @@ class Generation:
         if seconds := self._state.options.request_timeout:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
         try:
-            self._check_lengths()
+            self._check_size()
             begun = time.perf_counter()
             for index, prompt in enumerate(self._prompts):
                 submit = partial(
@@ -153,8 +153,14 @@ class Generation:
     ) -> None:
         self._close()
 
-    def _check_lengths(self) -> None:
-        """Refuse what is hopelessly long at once: the engine looks at every token before it counts them."""
+    def _check_size(self) -> None:
+        """Refuse what is hopelessly long at once, for the engine looks at every token before it counts them; and what
+        could never be queued as a whole, since trying again later, as a full queue says, would not help."""
+        count, queue = len(self._prompts) * self._params.n, self._state.llm.config.max_queued_requests
+        if count > queue:
+            param = "prompt" if len(self._prompts) > 1 else "n"
+            message = f"{param}: these would be {count} completions, more than the {queue} that may wait"
+            raise RequestError(message, param=param, code="too_many_completions")
         most = self._state.llm.max_model_len
         for prompt in self._prompts:
             if len(prompt.ids) > most:

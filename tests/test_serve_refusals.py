@@ -8,6 +8,7 @@ import aiohttp
 import openai
 import pytest
 
+from tests.fake_llm import FakeLLM
 from tests.serving import Server, chat, complete, serving
 
 TEXT = "Hello, wörld! 😀"
@@ -203,8 +204,25 @@ def check_refusal(server: Server, reply, param) -> None:
     server.llm.wait_idle()
 
 
+def test_what_can_never_be_queued_is_no_matter_of_trying_again():
+    with serving(FakeLLM(most=4)) as server:
+        for send, fields, param in [
+            (complete, {"prompt": ["a"] * 5}, "prompt"),
+            (complete, {"n": 5}, "n"),
+            (complete, {"best_of": 5}, "n"),
+            (chat, {"n": 5}, "n"),
+        ]:
+            status, answer, _ = send(server, **fields)
+            assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, "too_many_completions")
+        assert complete(server, n=4)[0] == 200
+
+
 def test_unknown_fields_may_be_ignored():
     with serving(ignore_unknown_fields=True) as server:
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi", "odd": 1}], "odd": 1}]
+        body = {"input": items, "text": {"odd": 1}, "odd": 1}
+        assert server.send("/v1/responses", body)[0] == 200
+        assert server.send("/v1/responses", body | {"store": True})[0] == 400
         assert complete(server, unheard_of=1, stream_options={"odd": 1}, stream=True)[0] == 200
         assert chat(server, messages=[{"role": "user", "content": "Hi", "mood": 1}])[0] == 200
         assert complete(server, max_tokens="5")[0] == 400
