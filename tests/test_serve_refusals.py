@@ -204,6 +204,13 @@ def check_refusal(server: Server, reply, param) -> None:
     server.llm.wait_idle()
 
 
+def test_a_misspelt_field_is_told_apart_from_an_unheard_of_one(server):
+    message = complete(server, max_token=5)[1]["error"]["message"]
+    assert message == "unknown field 'max_token' (did you mean 'max_tokens'?)"
+    message = chat(server, guided_json={})[1]["error"]["message"]
+    assert message == "unknown field 'guided_json'"
+
+
 def test_what_can_never_be_queued_is_no_matter_of_trying_again():
     with serving(FakeLLM(most=4)) as server:
         for send, fields, param in [

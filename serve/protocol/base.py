@@ -1,5 +1,6 @@
 """Bodies as such: JSON in, a validated object or a 400 that names the first fields at fault out."""
 
+import difflib
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -99,7 +100,7 @@ def validate[B: Body](kind: type[B], value: dict[str, Any], *, ignore_unknown: b
     try:
         return kind.model_validate(value, extra="ignore" if ignore_unknown else "forbid")
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, kind) from None
 
 
 FAULTS = {
@@ -128,10 +129,10 @@ FAULTS = {
 """What is said of each kind of fault that pydantic finds; its own words are about Python."""
 
 
-def _explain(error: ValidationError) -> ApiError:
+def _explain(error: ValidationError, kind: type[Body]) -> ApiError:
     """One line for the first three faults; ``param`` and ``code`` tell of the first."""
     faults = error.errors(include_url=False, include_input=False)
-    told = [_tell(fault["type"], fault["loc"], fault.get("ctx", {})) for fault in faults[:3]]
+    told = [_tell(fault["type"], fault["loc"], fault.get("ctx", {}), kind) for fault in faults[:3]]
     lines = [line for _, line in told]
     if len(faults) > 3:
         lines.append(f"and {len(faults) - 3} more")
@@ -139,18 +140,19 @@ def _explain(error: ValidationError) -> ApiError:
     return bad_request("; ".join(lines), param=told[0][0], code=code or "invalid_type")
 
 
-def _tell(kind: str, loc: tuple[int | str, ...], context: dict[str, Any]) -> tuple[str, str]:
+def _tell(fault: str, loc: tuple[int | str, ...], context: dict[str, Any], kind: type[Body]) -> tuple[str, str]:
     """Name of the field at fault, and a sentence about it."""
-    if kind == "extra_forbidden":
+    if fault == "extra_forbidden":
         name = ".".join(filter(None, (_path(loc[:-1]), str(loc[-1])[:60])))
-        return name, f"unknown field {name!r}"
+        meant = difflib.get_close_matches(name, kind.model_fields, 1, 0.8)
+        return name, f"unknown field {name!r}" + (f" (did you mean {meant[0]!r}?)" if meant else "")
     name = _path(loc) or "body"
-    if kind == "missing":
+    if fault == "missing":
         return name, f"{name} is required"
-    if kind == "union_tag_invalid" and context["tag"] not in ("<string>", "<list>"):
+    if fault == "union_tag_invalid" and context["tag"] not in ("<string>", "<list>"):
         known = context["expected_tags"].replace("<", "").replace(">", "")
         return f"{name}.type", f"{name}.type must be one of {known}"
-    return name, f"{name} {FAULTS.get(kind, 'is not valid').format(**context)}"
+    return name, f"{name} {FAULTS.get(fault, 'is not valid').format(**context)}"
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
