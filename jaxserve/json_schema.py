@@ -26,6 +26,8 @@ MAX_BOUND = 1 << 53
 MAX_OPEN_BOUND = 1 << 40
 """Largest exclusive bound of numbers with fractions."""
 
+MAX_OPTIONAL = 200
+"""Most properties of one object that it may leave out: the parser follows every one that may come next."""
 MAX_PATTERNS = 8
 """Most patterns and formats that one string must match together: twelve take a moment, eighteen take minutes."""
 MAX_BLAMED = 256
@@ -147,27 +149,33 @@ class Schema:
 
     def _check_patterns(self) -> None:
         """Refuse strings that must match many patterns at once, which takes the compiler exponential time."""
-        defs = self.document.get("$defs", {})
         counts: dict[int, int] = {}
 
-        def count(node: Any) -> int:
-            if isinstance(node, bool):
-                return 0
-            if id(node) in counts:
-                return counts[id(node)]
-            counts[id(node)] = 0  # while it is being counted: a loop adds nothing
-            total = ("pattern" in node) + ("format" in node) + sum(map(count, node.get("allOf", ())))
-            total += count(self._target(node["$ref"])) if "$ref" in node else 0
-            total += sum(max(map(count, node[key])) for key in ("anyOf", "oneOf") if key in node)
-            if total > MAX_PATTERNS:
-                pointer = self._pointers.get(id(node), "")
-                raise SchemaError(pointer, f"more than {MAX_PATTERNS} patterns for one string are not supported")
-            counts[id(node)] = total
-            return total
+        def together(node: Mapping[str, Any], key: str) -> list[Any]:
+            return [part for part in node.get(key, ()) if isinstance(part, Mapping)]
 
-        for top in (self.document, *defs.values()):
-            for node in _walk(top):
-                count(node)
+        def total(node: Mapping[str, Any]) -> int:
+            own = ("pattern" in node) + ("format" in node)
+            if "$ref" in node:
+                own += counts.get(id(self._target(node["$ref"])), 0)
+            own += sum(counts[id(part)] for part in together(node, "allOf"))
+            return own + sum(max([counts[id(p)] for p in together(node, key)], default=0) for key in ("anyOf", "oneOf"))
+
+        tops = (self.document, *self.document.get("$defs", {}).values())
+        todo = [(node, False) for top in tops for node in _walk(top)]
+        while todo:
+            node, below_done = todo.pop()
+            if below_done:
+                counts[id(node)] = total(node)
+                if counts[id(node)] > MAX_PATTERNS:
+                    pointer = self._pointers.get(id(node), "")
+                    raise SchemaError(pointer, f"more than {MAX_PATTERNS} patterns for one string are not supported")
+            elif id(node) not in counts:
+                counts[id(node)] = 0  # a loop adds nothing
+                todo.append((node, True))
+                parts = [part for key in ("allOf", "anyOf", "oneOf") for part in together(node, key)]
+                target = self._target(node["$ref"]) if "$ref" in node else None
+                todo += [(part, False) for part in (*parts, target) if isinstance(part, Mapping)]
 
     def _check_finite(self) -> None:
         """Refuse what only an endless document could satisfy, by the least fixpoint of "something finite fits"."""
@@ -286,6 +294,9 @@ class _Reader:
             self.keyword(out, given, key, value, where, depth)
         self.format(out, given, where)
         self.open_bounds(out, where)
+        optional = out.get("properties", {}).keys() - out.get("required", ())
+        if len(optional) > MAX_OPTIONAL:
+            raise SchemaError(where, f"holds more than {MAX_OPTIONAL} that are not required", "properties")
         if "minProperties" in out and out["minProperties"] <= len(out.get("required", ())):
             del out["minProperties"]  # said already
         elif out.get("minProperties", 0) > 1:

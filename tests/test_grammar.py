@@ -64,6 +64,16 @@ OBJECT = {"type": "object"}
     ("wish", "good", "bad"),
     [
         (StructuredOutputs(choice=["yes", "no", 'é😀\n"']), ["yes", "no", 'é😀\n"'], ["y", "yesno", "", "Yes"]),
+        (
+            StructuredOutputs(choice=["a.b", "[/\\]", " \t_", "(?i)x", "a|b"]),
+            ["a.b", "[/\\]", " \t_", "a|b"],
+            ["axb", "a", "X"],
+        ),
+        (
+            StructuredOutputs(choice=[f"value {i}" for i in range(5000)]),
+            ["value 0", "value 4999"],
+            ["value", "value 5000"],
+        ),
         (StructuredOutputs(regex="[0-9]{2}|é+"), ["12", "éé"], ["1", "123", "x12"]),
         (StructuredOutputs(regex=".*"), ["", "a😀"], ["a\nb"]),
         (StructuredOutputs(grammar='start: "a"+ /[0-9]/'), ["a1", "aaa9"], ["a", "1"]),
@@ -351,6 +361,22 @@ def test_many_patterns_at_once_are_refused_before_they_take_minutes(grammars: Gr
     with pytest.raises(RequestError, match="more than 8 intersections"):
         grammars.compile(StructuredOutputs(grammar=lark))
     grammars.compile(schema({"anyOf": patterns}))
+
+
+def test_objects_too_wide_and_chains_too_deep_do_no_harm(grammars: Grammars) -> None:
+    """Rules as many as fit the limit of bytes, each leading to the next: on the usual stack that ended the process."""
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(500)}}
+    with pytest.raises(RequestError, match="keyword 'properties' holds more than 200"):
+        grammars.compile(schema(wide))
+    made = grammars.compile(schema(wide | {"required": list(wide["properties"])[150:]}))
+    assert made.first.error is None
+    count = 12_000
+    rules = "\n".join(f'r{i}: "a" r{i + 1}?' for i in range(count))
+    made = grammars.compile(StructuredOutputs(grammar=f"start: r0\n{rules}\nr{count}: /b/"))
+    assert accepts(made, "aaa")
+    many = " | ".join(f'"{i}" /x/' for i in range(3000))
+    with pytest.raises(RequestError, match="too complex"):
+        grammars.compile(StructuredOutputs(grammar=f'start: "a" ({many})'))
 
 
 def test_descriptions_do_not_matter_and_grammars_are_kept(grammars: Grammars) -> None:
