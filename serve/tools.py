@@ -39,13 +39,35 @@ def check_tools(conversation: "Conversation") -> list[Tool]:
 
 def _as_object(parameters: Any, field: str) -> dict[str, Any]:
     """The schema of the arguments. A tool that says nothing of other properties takes none."""
-    schema = dict(parameters or {})
+    schema: dict[str, Any] = _bare(parameters or {})
     if schema.setdefault("type", "object") != "object":
         raise bad_request(f"{field}.type must be object", param=field)
     own = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if not own & schema.keys():
         schema["additionalProperties"] = False
     return schema
+
+
+_NOTES = frozenset(
+    {"title", "description", "$comment", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
+)
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"enum", "const", "required"})
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without what it only tells people: the model reads that in its prompt, and grammars have limits."""
+    if isinstance(schema, list):
+        return [_bare(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            found[key] = {name: _bare(item) for name, item in value.items()}
+        elif key not in _NOTES:
+            found[key] = value if key in _VALUES else _bare(value)
+    return found
 
 
 def check_strict(tools: list[Tool], conversation: "Conversation", llm: Any) -> None:

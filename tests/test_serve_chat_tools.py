@@ -195,6 +195,24 @@ def test_a_schema_that_cannot_be_enforced_is_loosened_where_nobody_asked_for_str
     assert '"required": ["a"]' in grammar
 
 
+def test_what_schemas_tell_people_is_for_the_prompt_alone(server):
+    """A hundred talkative tools make no large grammar; names of properties are not taken for remarks."""
+    about = {"type": "string", "description": "words " * 500, "title": "T", "enum": ["a"]}
+    properties = {"description": about, "title": {"type": "array", "items": about, "default": [1]}}
+    function = {"parameters": {"type": "object", "properties": properties, "title": "x", "required": ["title"]}}
+    tools = [{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(100)]
+    llm = FakeLLM(answer=ANSWER, max_model_len=10**6)
+    llm.tokenizer.chat_template = HERMES
+    with serving(llm) as roomy:
+        assert chat(roomy, tools=tools)[0] == 200
+    grammar = llm.submitted[-1].params.structured_outputs.grammar
+    assert "words" not in grammar
+    assert len(grammar) < 64 * 1024
+    bare = {"type": "string", "enum": ["a"]}
+    expected = {"description": bare, "title": {"type": "array", "items": bare}}
+    assert json.dumps(expected) in grammar
+
+
 def test_without_a_parser_tools_are_refused():
     with serving(fake(), tool_parser="none") as server:
         status, answer, _ = chat(server, tools=TOOLS)
