@@ -20,8 +20,9 @@ import numpy as np
 
 from jaxserve.batch import pack_bits
 from jaxserve.constraint import Constraint, Mask
-from jaxserve.json_schema import MAX_PATTERNS, Schema, SchemaError
+from jaxserve.json_schema import MAX_PATTERNS, Schema
 from jaxserve.request import RequestError, StructuredOutputs
+from jaxserve.schema_reader import SchemaError
 from jaxserve.tokenizer import Tokenizer
 
 MAX_BYTES = 256 * 1024

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers
 
 from jaxserve import grammar
 from jaxserve.grammar import MAX_BYTES, Grammar, Grammars
-from jaxserve.json_schema import MAX_DEPTH
 from jaxserve.request import RequestError, StructuredOutputs
+from jaxserve.schema_reader import MAX_DEPTH
 from jaxserve.tokenizer import Tokenizer
 
 EOS = (2, 5)
