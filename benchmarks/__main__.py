@@ -2,13 +2,14 @@
 
 import argparse
 
-from benchmarks import compare, export, host, offline, overhead, serving, startup
+from benchmarks import compare, export, grammar, host, offline, overhead, serving, startup
 
 COMMANDS = {
     "offline": offline,
     "serving": serving,
     "startup": startup,
     "host": host,
+    "grammar": grammar,
     "overhead": overhead,
     "compare": compare,
     "export": export,
