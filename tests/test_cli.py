@@ -14,7 +14,7 @@ import jaxserve
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.options import Parser, add_options, field_docs, given
-from jaxserve.request import SamplingParams
+from jaxserve.request import SamplingParams, StructuredOutputs
 from serve.options import ServerOptions
 from tests.fake_llm import FakeLLM
 
@@ -33,6 +33,7 @@ class Example:
     ids: Sequence[int] | None = None
     bias: Mapping[int, float] | None = None
     keys: tuple[str, ...] = ()
+    language: StructuredOutputs | None = None
 
 
 def parse(*arguments: str, **options) -> dict:
@@ -68,6 +69,10 @@ def test_flags_and_selections():
         parse("--share", "2", skip=("share",))
 
 
+def test_a_dataclass_is_given_as_json():
+    assert parse("--language", '{"choice": ["a", "b"]}') == {"language": StructuredOutputs(choice=["a", "b"])}
+
+
 def test_help_comes_from_metadata_and_docstrings(capsys):
     assert field_docs(Example) == {"share": "A docstring over two lines."}
     with pytest.raises(SystemExit):
@@ -93,6 +98,9 @@ def test_every_field_of_ours_has_a_form_on_the_command_line(kind):
         (["--ids", "1,x"], "--ids"),
         (["--bias", "[1]"], "--bias"),
         (["--bias", "{"], "--bias"),
+        (["--language", "{}"], "needs exactly one of"),
+        (["--language", '{"word": 1}'], "unknown field 'word'"),
+        (["--language", '{"regex": 1}'], "structured_outputs.regex"),
         (["--nothing"], "--nothing"),
     ],
 )
