@@ -46,6 +46,8 @@ class Server:
         await self._stop.wait()
         server.close()
         await runner.cleanup()
+        if self.bound.tls is not None:
+            await asyncio.sleep(0.2)  # both sides say goodbye before their transports are closed
         self.bound.close()
 
     def close(self) -> None:

@@ -472,11 +472,14 @@ def test_tls(certificate, tmp_path):
         assert server.url.startswith("https://")
 
         async def go(context):
-            async with (
-                aiohttp.ClientSession() as session,
-                session.get(server.url + "/health", ssl=context) as reply,
-            ):
-                return reply.status
+            try:
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.get(server.url + "/health", ssl=context) as reply,
+                ):
+                    return reply.status
+            finally:
+                await asyncio.sleep(0.2)  # until the client's transport is closed
 
         assert asyncio.run(go(ssl.create_default_context(cafile=cert))) == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
