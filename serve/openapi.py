@@ -32,6 +32,8 @@ class Api:
     body: Any = None
     events: Any = None
     """The type of the JSON in each event, where the route streams if asked to."""
+    done: bool = True
+    """The stream ends with an event ``[DONE]``."""
     answers: Mapping[int, Any] = field(default_factory=dict)
     """Statuses that have a body of their own."""
     errors: tuple[int, ...] = ()
@@ -133,9 +135,11 @@ def _content(kind: Any, schemas: list[tuple[Any, Any]]) -> dict[str, Any]:
     return {"application/json": {"schema": next(schema for known, schema in schemas if known == kind)}}
 
 
-def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """One event of a stream: its data is JSON of this schema, or at the end [DONE]."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+def _event(schema: dict[str, Any], done: bool) -> dict[str, Any]:
+    """One event of a stream: its data is JSON of this schema."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    if done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
 
 
@@ -158,7 +162,7 @@ def _operation(path: str, method: str, handler: Any, schemas: list[tuple[Any, An
     answer = _content(said.answer, schemas)
     if said.events is not None:
         events = _content(said.events, schemas)["application/json"]["schema"]
-        answer["text/event-stream"] = {"schema": _event(events)}
+        answer["text/event-stream"] = {"schema": _event(events, said.done)}
     errors = {*said.errors, 431, *({401} if keys and not said.open else ())}
     answers = {status: {"$ref": f"#/components/responses/{status}"} for status in errors}
     answers |= {status: _response(status, _content(kind, schemas)) for status, kind in said.answers.items()}

@@ -18,7 +18,7 @@ from serve.state import STATE
 from serve.turn import prepare_turn
 
 
-@api(ResponseObject, body=ResponsesRequest, events=ResponseEvent, errors=RUN_ERRORS)
+@api(ResponseObject, body=ResponsesRequest, events=ResponseEvent, done=False, errors=RUN_ERRORS)
 async def responses(request: web.Request) -> web.StreamResponse:
     """Answer a conversation given as items."""
     state = request.app[STATE]
