@@ -146,10 +146,13 @@ def test_health_stays_quick_while_too_large_a_body_is_refused(declared):
                 reply = await post
                 return (reply.status, await reply.json(), reply.headers), worst
 
-        reply, worst = asyncio.run(go())
-        check_refusal(server, reply, 413, "request_too_large")
-        assert worst < 0.5  # 0.1 on a quiet machine
-        assert metric(server, "jaxserve:admission_rejections_total", reason="too_large") == 1
+        worst = []
+        for _ in range(3):  # what stops the loop does so every time; what else the machine does, does not
+            reply, seconds = asyncio.run(go())
+            check_refusal(server, reply, 413, "request_too_large")
+            worst.append(seconds)
+        assert min(worst) < 0.5  # 0.1 on a quiet machine
+        assert metric(server, "jaxserve:admission_rejections_total", reason="too_large") == 3
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():

@@ -187,6 +187,9 @@ def test_health_answers_while_a_huge_prompt_is_tokenized(server):
             answer = await reply.json()
             return reply.status, answer["error"]["code"], worst
 
-    status, code, worst = asyncio.run(go())
-    assert (status, code) == (400, "context_length_exceeded")
-    assert worst < 0.5  # 0.1 on a quiet machine
+    worst = []
+    for _ in range(3):  # what stops the loop does so every time; what else the machine does, does not
+        status, code, seconds = asyncio.run(go())
+        assert (status, code) == (400, "context_length_exceeded")
+        worst.append(seconds)
+    assert min(worst) < 0.5  # 0.1 on a quiet machine
