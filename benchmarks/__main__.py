@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import compare, export, grammar, host, offline, overhead, serving, startup
+from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup
 
 COMMANDS = {
     "offline": offline,
@@ -13,6 +13,7 @@ COMMANDS = {
     "overhead": overhead,
     "compare": compare,
     "export": export,
+    "soak": soak,
 }
 
 

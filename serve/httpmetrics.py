@@ -1,9 +1,10 @@
 """HTTP requests counted by path, method and status, under the names of the common FastAPI instrumentator."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -33,6 +34,7 @@ class HttpMetrics(Collector):
             took.add_metric((path, method), count, seconds)
         yield total
         yield took
+        yield GaugeMetricFamily("asyncio_tasks", "Tasks of the server's event loop.", len(asyncio.all_tasks()))
 
 
 class Together(Collector):

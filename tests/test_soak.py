@@ -1,5 +1,6 @@
-"""Five hundred random requests of every kind through one engine: nothing compiles, leaks, or ends wrongly."""
+"""Random requests of every kind, through one engine and over HTTP: nothing compiles, leaks, or ends wrongly."""
 
+import asyncio
 import dataclasses
 import gc
 import random
@@ -12,7 +13,10 @@ import pytest
 from tiny import idle
 
 import jaxserve
+from benchmarks.soak import soak, verdict
 from jaxserve.request import Delta, SamplingParams
+from tests.operator_oracle import at_rest
+from tests.serving import serving
 
 REQUESTS = 500
 AT_ONCE = 24
@@ -168,3 +172,20 @@ def test_five_hundred_random_requests_leave_nothing_behind(llm: jaxserve.LLM) ->
     del clients
     gc.collect()
     assert process.memory_info().rss - middle < MEMORY
+
+
+@pytest.mark.timeout(120)
+def test_streams_and_disconnects_leave_a_server_as_it_was(llm: jaxserve.LLM) -> None:
+    """Ten seconds of what ``python -m benchmarks soak`` does for three minutes to a server of its own.
+
+    Clients and server share one interpreter here, so health is slower than it would be.
+    """
+    with serving(llm, close_llm=False) as server:
+        found = asyncio.run(soak(server.url, seconds=10, streams=24, disconnects=0.3, longest=100, every=1))
+        checks = verdict(found, health_ms=2000, growth_mib=MEMORY / 2**20)
+        assert all(holds for *_, holds in checks), [check for check in checks if not check[-1]]
+        assert found.counts["done"] > 20
+        assert found.counts["hung up"] > 2
+        assert found.counts["large prompts refused"] > 3
+        assert len(found.latencies(while_large=True)) > 3
+        at_rest(server)

@@ -1,0 +1,47 @@
+"""Asks a server for ``/health`` again and again until standard input ends, then prints how it went, as JSON.
+
+``python -m benchmarks.probe URL SECONDS``: a process of its own, so that a busy load generator does not slow it; a new
+connection each time, as probes of orchestrators make. ``SECONDS`` lie between two questions.
+"""
+
+import http.client
+import json
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+
+def ask(netloc: str) -> int:
+    """The status, or 0 where no answer came."""
+    connection = http.client.HTTPConnection(netloc, timeout=30)
+    try:
+        connection.request("GET", "/health")
+        with connection.getresponse() as reply:
+            reply.read()
+            return reply.status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    netloc, pause = urlsplit(sys.argv[1]).netloc, float(sys.argv[2])
+    ended = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    found: list[tuple[float, float, int]] = []
+    while not ended.wait(pause):
+        begun = time.time()
+        status = ask(netloc)
+        found.append((begun, time.time() - begun, status))
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
