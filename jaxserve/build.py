@@ -20,6 +20,7 @@ from jaxserve.executables import ExecutableStore
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
 from jaxserve.progress import Progress
 from jaxserve.report import Report
@@ -81,11 +82,13 @@ def build(config: EngineConfig) -> Built:
         vocab_size=programs.vocab,
         stop_ids=tuple(eos),
     )
+    pool = PagePool(limits.num_pages, config.page_size)
     scheduler = Scheduler(
-        PagePool(limits.num_pages, config.page_size),
+        pool,
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
+        cache=PrefixCache(pool) if config.prefix_caching else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model)
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
@@ -289,7 +292,7 @@ def _describe(
         pages=limits.num_pages - 1,
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
-        prefix_reuse="off: not built yet",
+        prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
     report.add(
         "limits",

@@ -78,6 +78,7 @@ class EngineConfig:
     device_memory_utilization: float | None = _option(
         None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
     )
+    prefix_caching: bool = _option(True, "Keep KV pages after a request, for prompts that begin like it.")
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
         None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
@@ -108,7 +109,7 @@ class EngineConfig:
         share = self.device_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")
-        for name in ("overlap", "load_progress", "forbid_compile"):
+        for name in ("overlap", "prefix_caching", "load_progress", "forbid_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

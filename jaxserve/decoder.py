@@ -28,6 +28,12 @@ class Context(NamedTuple):
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
 
 
+def copy_pages(kv: list[KV], pairs: jax.Array) -> list[KV]:
+    """Every layer's pages ``pairs[0]`` copied to ``pairs[1]``, int32 ``[2, C]``; all are read before any is written."""
+    source, target = pairs
+    return jax.tree.map(lambda pages: pages.at[target].set(pages[source]), kv)
+
+
 def ropes(cfg: ModelConfig) -> list:
     return list(dict.fromkeys(spec.rope for spec in cfg.layers))
 

@@ -181,7 +181,9 @@ class Engine:
         now = time.monotonic()
         for chunk in plan.chunks:
             seq = chunk.seq
-            if chunk.start == 0 and seq.preemptions == 0:
+            if chunk.first and seq.preemptions == 0:
+                if seq.chain is not None:
+                    self.metrics.prefix_cache(len(seq.prompt), seq.cached)
                 self._queued -= 1
                 entry = self._entries[seq.request_id]
                 if not entry.admitted:

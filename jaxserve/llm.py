@@ -121,12 +121,15 @@ class LLM:
 
     # -- for servers --------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0) -> str:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0, cache_salt: str = ""
+    ) -> str:
         """Queue a request; ``on_delta`` is called on the engine's thread and must be quick. Returns the request's id.
 
+        Only requests with the same ``cache_salt`` reuse each other's KV pages.
         Raises ``RequestError`` (what is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
         """
-        request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority)
+        request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority, cache_salt)
         self._engine.submit(request_id, sequences, on_delta)
         return request_id
 
@@ -187,7 +190,7 @@ class LLM:
         return list(params)
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0, cache_salt: str = ""
     ) -> tuple[str, list[SequenceOutput], RequestOutput]:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r:.80}", param="priority")
@@ -202,6 +205,7 @@ class LLM:
         if params.echo and text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         sequences = []
+        cache = self._engine.scheduler.cache
         base = params.seed if params.seed is not None else self._fresh_seed()
         for index in range(params.n):
             own = params if index == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
@@ -214,6 +218,7 @@ class LLM:
                 limit=limit,
                 bad_words=bad,
                 priority=priority,
+                chain=None if cache is None else cache.chain(ids, cache_salt),
             )
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None] * len(ids)

@@ -129,6 +129,8 @@ class EngineMetrics(Collector):
         self._preemptions = counter("num_preemptions", "Times a running sequence lost its slot and pages.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._steps = counter("engine_steps", "Steps the engine has run.")
         reasons = ("stop", "length", "abort", "error")
         self._success = counter("request_success", "Finished requests.", "finished_reason", reasons)
@@ -181,6 +183,12 @@ class EngineMetrics(Collector):
         """A request left the waiting queue for the first time (not when it resumes after preemption)."""
         self._queue.observe(queue_seconds)
         self._prompt_tokens.add(prompt_tokens)
+
+    @_guarded
+    def prefix_cache(self, queried: int, hit: int) -> None:
+        """A sequence was admitted with ``queried`` prompt tokens, of which ``hit`` were known."""
+        self._prefix_queries.add(queried)
+        self._prefix_hits.add(hit)
 
     @_guarded
     def first_token(self, seconds: float) -> None:

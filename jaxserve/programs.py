@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve import decoder, sampler
-from jaxserve.batch import CHOICE_FIELDS, ints_size, split_ints
+from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import LayerSpec, ModelConfig
@@ -146,6 +146,8 @@ class ProgramSet:
             yield from self.heads(rows)
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
+        kv = [self.kv] * self.cfg.num_layers
+        yield self._program("copy", decoder.copy_pages, (kv, self.array((2, COPIES), jnp.int32)), (0,), kv)
         yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
 
     def embed(self, bucket: StepBucket) -> Program:

@@ -78,6 +78,8 @@ class Runner:
         run, state, bucket = self.compiled, self.state, batch.bucket
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
+        for pairs in batch.copies:
+            state.kv = run["copy"](state.kv, pairs)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         for call, weights, where in self.calls[bucket]:
             state.kv[where], x = call(weights, state.kv[where], x, ctx)

@@ -1,26 +1,39 @@
 """Which tokens to compute next: continuous batching under a token budget. Policy only; imports no jax.
 
 Every step, running sequences decode first; what is left of the prompt budget goes to prompts already begun, then to new
-ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are.
+ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are;
+what the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
 When a running sequence needs a page and none is free, the one last in order is preempted: it gives everything back and
 is computed again later, its tokens kept. The first in order is never preempted, so something always progresses.
 """
 
 import bisect
+from collections.abc import Iterator
+from itertools import islice
 
 from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import Hit, PrefixCache
 from jaxserve.request import FinishReason
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
+
+
+NOTHING = Hit(0, [])
+LOOK_AHEAD = 256
+"""Waiting sequences that are looked at for one that can go, where those before wait for each other's prompts."""
 
 
 class Scheduler:
     """Owns the waiting and the running sequences, the slots and the pages.
 
     ``prompt_tokens`` is the budget of prompt tokens a step, a multiple of ``block``: a chunk occupies whole blocks.
+    Sequences with a ``chain`` need a ``cache`` over the same pool.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int):
+    def __init__(
+        self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int, cache: PrefixCache | None = None
+    ):
         self.pool = pool
+        self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.blocks = prompt_tokens // block
         self.block = block
@@ -30,6 +43,8 @@ class Scheduler:
         """Finished or preempted while a step in flight still writes to their pages."""
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.preemptions = 0
+        self._coming: dict[bytes, Sequence] = {}
+        """Keys of pages that a running sequence is about to compute."""
 
     @property
     def idle(self) -> bool:
@@ -43,9 +58,9 @@ class Scheduler:
         before = self.preemptions
         decodes = self._decodes()
         chunks = self._continue_prompts()
-        if self.preemptions == before:
-            self._admit(chunks)
-        plan = StepPlan(decodes, chunks)
+        copies = self._admit(chunks) if self.preemptions == before else []
+        plan = StepPlan(decodes, chunks, copies)
+        self._enter(plan)
         for seq in plan.decodes:
             seq.computed += 1
         for seq in plan.sequences:
@@ -100,29 +115,89 @@ class Scheduler:
                 left -= self._chunk(seq, left, chunks)
         return chunks
 
-    def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk]) -> int:
+    def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk], *, first: bool = False) -> int:
         """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes."""
         count = min(seq.prefill_end - seq.computed, blocks * self.block)
         start, seq.computed = seq.computed, seq.computed + count
-        chunks.append(Chunk(seq, start, count, final=not seq.prefilling))
+        chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)
 
-    def _admit(self, chunks: list[Chunk]) -> None:
+    def _admit(self, chunks: list[Chunk]) -> list[tuple[int, int]]:
+        """Let in whom there is room for; returns the pages to copy."""
+        copies: list[tuple[int, int]] = []
         left = self.blocks - sum(-(-chunk.count // self.block) for chunk in chunks)
-        while self.waiting and left and self.free_slots:
-            seq = self.waiting[0]
+        for seq in list(islice(self.waiting, LOOK_AHEAD)):
+            if not (left and self.free_slots):
+                break
+            hit = self._match(seq)
+            if hit is None:
+                continue
             reserve = len(self.running)  # a page for each to go on with, so that admission does not preempt at once
-            need = self.pool.pages_for(min(len(seq) + 1, seq.limit))
-            if need + (reserve if self.running else 0) > self.pool.free and (self.running or self.leaving):
-                return
-            pages = self.pool.take(need)
-            if pages is None:
-                return
-            self.waiting.pop(0)
-            seq.pages, seq.slot = pages, self.free_slots.pop()
-            seq.status, seq.computed, seq.prefill_end = Status.RUNNING, 0, len(seq)
+            need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.pages)
+            if need + reserve > self.pool.free and not (self.running or self.leaving):
+                hit = self._without_copy(hit)
+                reserve = 0
+            if need + reserve > self.pool.free:
+                self._let_go(hit)
+                break
+            pages = self.pool.take(need) or []
+            if hit.copy is not None:
+                copies.append((hit.copy, pages[0]))
+            self.waiting.remove(seq)
+            if not seq.preemptions:
+                seq.cached = hit.tokens
+            seq.pages, seq.slot = hit.pages + pages, self.free_slots.pop()
+            seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)
-            left -= self._chunk(seq, left, chunks)
+            for key in self._keys(seq, len(hit.pages)):
+                self._coming.setdefault(key, seq)
+            left -= self._chunk(seq, left, chunks, first=True)
+        for page, _ in copies:
+            self._let_go(Hit(0, [], page))
+        return copies
+
+    def _let_go(self, hit: Hit) -> None:
+        if self.cache is not None:
+            self.cache.let_go(hit)
+
+    def _without_copy(self, hit: Hit) -> Hit:
+        """The whole pages of a hit: the page to copy would be in the way of one that needs all there are."""
+        if hit.copy is None:
+            return hit
+        self._let_go(Hit(0, [], hit.copy))
+        return Hit(len(hit.pages) * self.pool.page_size, hit.pages)
+
+    def _match(self, seq: Sequence) -> Hit | None:
+        """What is known of ``seq``, its last token apart; None where what comes next is just being computed."""
+        if self.cache is None or seq.chain is None:
+            return NOTHING
+        text = seq.text
+        whole = seq.params.prompt_logprobs is not None  # all of it has to be computed
+        hit = self.cache.match(seq.chain, text, 0 if whole else len(text) - 1)
+        if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
+            self._let_go(hit)
+            return None
+        return hit
+
+    def _keys(self, seq: Sequence, page: int) -> Iterator[bytes]:
+        """Keys of the pages of ``seq`` from number ``page`` on, the last one as far as it is filled."""
+        if self.cache is not None and seq.chain is not None:
+            yield from self.cache.keys(seq.chain, seq.text, page)
+
+    def _enter(self, plan: StepPlan) -> None:
+        """The step's prompt tokens are known from the next plan on."""
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if self.cache is None or seq.chain is None:
+                continue
+            self.cache.enter(seq.chain, seq.text, seq.pages, seq.computed, tail=chunk.final)
+            if chunk.final:
+                self._computed(seq)
+
+    def _computed(self, seq: Sequence) -> None:
+        """Nobody waits for ``seq`` any more."""
+        for key in [key for key, by in self._coming.items() if by is seq]:
+            del self._coming[key]
 
     def collected(self, plan: StepPlan) -> None:
         """A step has come back and its tokens have been dealt with: what was held for it goes back."""
@@ -151,7 +226,11 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
     def _release(self, seq: Sequence) -> None:
-        self.pool.give(seq.pages)
+        if self.cache is not None and seq.chain is not None:
+            self._computed(seq)
+            self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)))
+        else:
+            self.pool.give(seq.pages)
         self.free_slots.append(seq.slot)
         seq.pages, seq.slot, seq.computed, seq.prefill_end = [], -1, 0, 0
 
@@ -159,6 +238,8 @@ class Scheduler:
         """Raise AssertionError unless every page and slot is either free or held by exactly one sequence."""
         holders = self.running + self.leaving
         self.pool.check(page for seq in holders for page in seq.pages)
+        if self.cache is not None:
+            self.cache.check()
         slots = sorted([*self.free_slots, *(seq.slot for seq in holders)])
         if slots != list(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not 0 .. {self.max_num_seqs - 1}")

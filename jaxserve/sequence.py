@@ -4,6 +4,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from jaxserve.prefix_cache import Chain
 from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -32,6 +33,8 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token sequences that ``params.bad_words`` stand for."""
     priority: int = 0
+    chain: Chain | None = None
+    """The keys of its pages; None where nothing of it is reused."""
     arrival: int = 0
     arrived_at: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -41,6 +44,8 @@ class Sequence:
     computed: int = 0
     prefill_end: int = 0
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
+    cached: int = 0
+    """Prompt tokens that were known when it was first admitted."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0
@@ -72,6 +77,11 @@ class Sequence:
         """True where the next token's bans depend on the last token, so that steps cannot run ahead of the host."""
         return bool(self.params.bad_words)
 
+    @property
+    def text(self) -> list[int]:
+        """All tokens known. Not to be changed."""
+        return self.prompt + self.output if self.output else self.prompt
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens at positions ``[start, stop)``."""
         edge = len(self.prompt)
@@ -90,14 +100,20 @@ class Chunk:
     start: int
     count: int
     final: bool
+    first: bool
+    """The sequence has been admitted with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The host's decision for one step: sequences that decode one token, and chunks of prompts."""
+    """The host's decision for one step: sequences that decode one token, and chunks of prompts.
+
+    Before all else, pages are copied: (from, to) each.
+    """
 
     decodes: list[Sequence]
     chunks: list[Chunk]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import PrefixCache
 from jaxserve.request import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence, Status, StepPlan
@@ -21,9 +22,9 @@ def sequence(prompt: int, limit: int, *, arrival: int = 0, priority: int = 0, ba
     return Sequence(f"r{arrival}", 0, ids, params, seed=0, limit=limit, priority=priority, arrival=arrival)
 
 
-def word(arrival: int, position: int) -> int:
-    """What request ``arrival`` says at a position: the simulated model's only output."""
-    return arrival * 1000 + position
+def word(topic: int, position: int) -> int:
+    """What a text on ``topic`` says at a position: the simulated model's only output."""
+    return topic * 1000 + position
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Wish:
     abort_after: int | None = None
     stops_at: int | None = None
     bad_words: bool = False
+    topic: int | None = None
+    """Requests on one topic have the same text, as far as it goes; None is a topic of its own."""
 
 
 @dataclass
@@ -48,16 +51,21 @@ class World:
     slots: int
     blocks: int
     depth: int
+    reuse: bool = True
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(page, offset) -> (arrival of the writer, token)."""
+    """(page, offset) -> (position, token)."""
     last_token: dict[int, int] = field(default_factory=dict)
     flight: deque = field(default_factory=deque)
     covered: dict[tuple[int, int], int] = field(default_factory=dict)
     """(arrival, preemptions) -> prompt tokens planned so far."""
 
+    prompt_tokens: int = 0
+
     def __post_init__(self) -> None:
         pool = PagePool(self.pages + 1, self.page_size)
-        self.scheduler = Scheduler(pool, max_num_seqs=self.slots, prompt_tokens=self.blocks * BLOCK, block=BLOCK)
+        self.cache = PrefixCache(pool) if self.reuse else None
+        limits = {"max_num_seqs": self.slots, "prompt_tokens": self.blocks * BLOCK, "block": BLOCK}
+        self.scheduler = Scheduler(pool, **limits, cache=self.cache)
 
     def run(self, wishes: list[Wish]) -> list[Sequence]:
         longest = self.pages * self.page_size
@@ -65,7 +73,10 @@ class World:
         for arrival, wish in enumerate(wishes):
             prompt = min(wish.prompt, longest)
             limit = min(prompt + wish.output, longest)
-            seqs.append(sequence(prompt, limit, arrival=arrival, priority=wish.priority, bad_words=wish.bad_words))
+            seq = sequence(prompt, limit, arrival=arrival, priority=wish.priority, bad_words=wish.bad_words)
+            seq.prompt = [word(topic_of(arrival, wish), i) for i in range(prompt)]
+            seq.chain = self.cache.chain(seq.prompt) if self.cache else None
+            seqs.append(seq)
         self.wishes = wishes
         turns = sum(4 * len(s.prompt) + 4 * (s.limit - len(s.prompt)) for s in seqs) * 4 + 100
         for turn in range(turns):
@@ -111,6 +122,7 @@ class World:
             assert first.status is Status.RUNNING, "the first in order was preempted"
         admitted = [s for s in waiting if s.status is Status.RUNNING]
         left = [s for s in scheduler.waiting if s in waiting]
+        left = [s for s in left if s.chain is None]  # others may wait for a page that is just being computed
         assert not admitted or not left or max(s.order for s in admitted) < min(s.order for s in left)
         if plan is not None:
             self.check_plan(plan)
@@ -128,16 +140,27 @@ class World:
             assert len(seq) + seq.pending <= max(seq.limit, len(seq.prompt) + 1)
         for seq in plan.decodes:
             assert not seq.host_driven or seq.pending == 1
+        self.prompt_tokens += sum(chunk.count for chunk in plan.chunks)
         for chunk in plan.chunks:
             key = (chunk.seq.arrival, chunk.seq.preemptions)
             assert chunk.count > 0
-            assert chunk.start == self.covered.get(key, 0), "a chunk does not begin where the last one ended"
+            if chunk.first:
+                assert chunk.start < len(chunk.seq)
+                assert chunk.start == 0 or self.reuse
+                assert key not in self.covered
+            else:
+                assert chunk.start == self.covered[key], "a chunk does not begin where the last one ended"
             self.covered[key] = chunk.start + chunk.count
             assert chunk.final == (self.covered[key] == len(chunk.seq))
 
     def launch(self, plan: StepPlan) -> list[int]:
         """Run the step as the device would: write the step's tokens, then read everything before them."""
         tokens = []
+        before = dict(self.kv)
+        for source, target in plan.copies:
+            for offset in range(self.page_size):
+                if (source, offset) in before:
+                    self.kv[target, offset] = before[source, offset]
         for seq in plan.decodes:
             self.write(seq, seq.computed - 1, self.last_token[seq.slot])
         for chunk in plan.chunks:
@@ -147,8 +170,8 @@ class World:
         for seq in plan.sampled:
             for position in range(seq.computed):
                 page, offset = seq.pages[position // self.page_size], position % self.page_size
-                assert self.kv[page, offset] == (seq.arrival, word(seq.arrival, position))
-            token = word(seq.arrival, seq.computed)
+                assert self.kv[page, offset] == (position, word(self.topic(seq), position))
+            token = word(self.topic(seq), seq.computed)
             self.last_token[seq.slot] = token
             tokens.append(token)
         return tokens
@@ -156,7 +179,11 @@ class World:
     def write(self, seq: Sequence, position: int, token: int) -> None:
         page = seq.pages[position // self.page_size]
         assert page > 0
-        self.kv[page, position % self.page_size] = (seq.arrival, token)
+        assert self.scheduler.pool.holders(page) == 1, "a page that others read is written"
+        self.kv[page, position % self.page_size] = (position, token)
+
+    def topic(self, seq: Sequence) -> int:
+        return topic_of(seq.arrival, self.wishes[seq.arrival])
 
     def collect(self, plan: StepPlan, tokens: list[int]) -> None:
         for seq, token in zip(plan.sampled, tokens, strict=True):
@@ -180,6 +207,10 @@ class World:
                 assert seq.pages[: len(pages)] == pages, "pages went back while a step in flight touches them"
 
 
+def topic_of(arrival: int, wish: Wish) -> int:
+    return 100 + arrival if wish.topic is None else wish.topic
+
+
 wishes = st.lists(
     st.builds(
         Wish,
@@ -190,6 +221,7 @@ wishes = st.lists(
         abort_after=st.none() | st.none() | st.integers(0, 30),
         stops_at=st.none() | st.integers(1, 10),
         bad_words=st.booleans(),
+        topic=st.none() | st.integers(0, 2),
     ),
     min_size=1,
     max_size=12,
@@ -201,6 +233,7 @@ worlds = st.builds(
     slots=st.integers(1, 5),
     blocks=st.integers(1, 4),
     depth=st.integers(0, 1),
+    reuse=st.booleans(),
 )
 
 
@@ -211,7 +244,7 @@ def test_everybody_finishes_with_the_right_tokens(world: World, wishes: list[Wis
     """Any mix of arrivals, aborts and ends, in too little memory: the invariants hold and every token is right."""
     for seq, wish in zip(world.run(wishes), wishes, strict=True):
         assert seq.finished
-        assert seq.output == [word(seq.arrival, len(seq.prompt) + i) for i in range(len(seq.output))]
+        assert seq.output == [word(world.topic(seq), len(seq.prompt) + i) for i in range(len(seq.output))]
         if seq.finish_reason == "length":
             assert len(seq) == seq.limit
         elif seq.finish_reason == "stop":
@@ -276,6 +309,25 @@ def test_admission_leaves_a_page_for_those_who_run() -> None:
     scheduler.schedule()
     assert scheduler.pool.free == scheduler.pool.pages_for(12)
     assert [s.arrival for s in scheduler.waiting] == [1], "the first would have to preempt it at its next page"
+
+
+def twins(count: int, prompt: int, limit: int) -> list[Wish]:
+    return [Wish(prompt, limit - prompt, topic=0) for _ in range(count)]
+
+
+@pytest.mark.parametrize("prompt", [3, 5, 8, 9])
+def test_a_prompt_that_many_ask_at_once_is_computed_once(prompt: int) -> None:
+    """The others wait for its pages, copy the one that is not full, and compute the last token."""
+    world = World(pages=40, page_size=4, slots=5, blocks=8, depth=1)
+    seqs = world.run(twins(5, prompt, prompt + 6))
+    assert [seq.cached for seq in seqs] == [0] + [prompt - 1] * 4
+    assert world.prompt_tokens == prompt + 4
+
+
+def test_who_comes_again_finds_what_was_said() -> None:
+    world = World(pages=40, page_size=4, slots=1, blocks=8, depth=1)
+    seqs = world.run([Wish(6, 8, topic=0), Wish(14, 3, topic=0), Wish(14, 3, topic=1)])
+    assert [seq.cached for seq in seqs] == [0, 13, 0]
 
 
 def test_prompts_are_cut_to_the_budget_and_decodes_go_on_beside_them() -> None:

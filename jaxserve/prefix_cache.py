@@ -1,0 +1,180 @@
+"""Which KV pages hold which text, so that a prompt's known beginning is not computed again. Imports no jax.
+
+The key of a full page is a SHA-256 over the key before it and the page's token ids; the first key stands for all else
+that must agree (model and layout, the request's salt). Equal keys mean equal texts from the start. A page that is not
+full, or a full one of which only the first tokens agree, serves too: it is copied, and the copy written on.
+
+Pages enter when the step that fills them has been planned, to be matched from the next plan on: the device runs steps
+in order. They stay while held, and afterwards until the pool needs them.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from jaxserve.pages import PagePool
+
+LOOK_AT = 64
+"""Pages that continue the same text are compared with a prompt at most this often, the latest first."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """The keys of one sequence's pages. ``keys[i]`` belongs to page i, which is full; ``keys`` grows with the text."""
+
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)
+    entered: int = 0
+    """Full pages that have been put into the cache, or were found there."""
+
+    def before(self, page: int) -> bytes:
+        """The key that page number ``page`` of the sequence builds upon."""
+        return self.keys[page - 1] if page else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A known beginning: whole ``pages``, then ``extra`` tokens of page ``copy``, all held for the asker."""
+
+    tokens: int
+    pages: list[int]
+    copy: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a page holds: ``tokens`` after the text of key ``before``. A full page has a ``key`` of its own."""
+
+    before: bytes
+    tokens: tuple[int, ...]
+    key: bytes | None
+
+
+class PrefixCache:
+    """The contents of a pool's pages. ``layout`` names what else must agree: model, dtype, record layout."""
+
+    def __init__(self, pool: PagePool, layout: str = ""):
+        self.pool = pool
+        pool.forget = self._forget
+        self._layout = layout
+        self._entries: dict[int, Entry] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._after: dict[bytes, dict[int, None]] = {}
+        """The pages that continue a text, by its key."""
+
+    def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
+        """The keys of a new sequence. Different salts share nothing."""
+        chain = Chain(hashlib.sha256(f"{self._layout}\0{salt}".encode("utf-8", "surrogatepass")).digest())
+        self.extend(chain, tokens)
+        return chain
+
+    def extend(self, chain: Chain, tokens: Sequence[int]) -> None:
+        """Add the keys of the pages that ``tokens`` (all of the sequence's) fill by now."""
+        size = self.pool.page_size
+        for page in range(len(chain.keys), len(tokens) // size):
+            chain.keys.append(_key(chain.before(page), tokens[page * size : (page + 1) * size]))
+
+    def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Hit:
+        """The longest known beginning of ``tokens``, at most ``limit`` of them. Its pages are held."""
+        size = self.pool.page_size
+        self.extend(chain, tokens)
+        pages: list[int] = []
+        while (len(pages) + 1) * size <= limit and (page := self._by_key.get(chain.keys[len(pages)])) is not None:
+            pages.append(page)
+        done = len(pages) * size
+        best, copy = 0, None
+        rest = tuple(tokens[done : min(done + size, limit)])
+        if rest:
+            for page in islice(reversed(self._after.get(chain.before(len(pages)), {})), LOOK_AT):
+                same = _common(self._entries[page].tokens, rest)
+                if same > best:
+                    best, copy = same, page
+        self.pool.hold(pages)
+        if copy is not None:
+            self.pool.hold([copy])
+        return Hit(done + best, pages, copy)
+
+    def enter(
+        self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int, *, tail: bool = True
+    ) -> None:
+        """Make known what a sequence has in ``pages``: the first ``computed`` of its ``tokens``.
+
+        ``tail`` False leaves out what is on a page not yet full.
+        """
+        size = self.pool.page_size
+        self.extend(chain, tokens)
+        full = computed // size
+        for page in range(chain.entered, full):
+            key = chain.keys[page]
+            if key not in self._by_key:
+                self._put(pages[page], Entry(chain.before(page), tuple(tokens[page * size : (page + 1) * size]), key))
+        chain.entered = max(chain.entered, full)
+        rest = tuple(tokens[full * size : computed]) if tail else ()
+        if rest and not self._covered(chain.before(full), rest):
+            self._put(pages[full], Entry(chain.before(full), rest, None))
+
+    def leave(self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int) -> None:
+        """A sequence gives its pages back; what they hold stays known until they are needed."""
+        chain.entered = 0  # what others have entered may be gone by now: then ours takes its place
+        self.enter(chain, tokens, pages, computed)
+        for key in reversed(chain.keys[: computed // self.pool.page_size]):
+            if (known := self._by_key.get(key)) is not None:
+                self.pool.touch(known)
+        self.pool.give(pages, keep=self._entries.__contains__)
+
+    def let_go(self, hit: Hit) -> None:
+        """Hold a hit no longer: it is not wanted after all, or its page has been copied."""
+        self.pool.give(hit.pages + ([] if hit.copy is None else [hit.copy]), keep=self._entries.__contains__)
+
+    def keys(self, chain: Chain, tokens: Sequence[int], page: int) -> Iterator[bytes]:
+        """The keys of the pages of ``tokens`` from number ``page`` on; the last page's as far as it is filled."""
+        self.extend(chain, tokens)
+        yield from chain.keys[page:]
+        if tail := tokens[len(chain.keys) * self.pool.page_size :]:
+            yield _key(chain.before(len(chain.keys)), tail)
+
+    def _covered(self, before: bytes, rest: tuple[int, ...]) -> bool:
+        after = self._after.get(before, {})
+        return any(self._entries[page].tokens[: len(rest)] == rest for page in islice(reversed(after), LOOK_AT))
+
+    def _put(self, page: int, entry: Entry) -> None:
+        if page in self._entries:
+            self._forget(page)
+        self._entries[page] = entry
+        self._after.setdefault(entry.before, {})[page] = None
+        if entry.key is not None:
+            self._by_key[entry.key] = page
+
+    def _forget(self, page: int) -> None:
+        entry = self._entries.pop(page, None)
+        if entry is None:
+            return
+        after = self._after[entry.before]
+        del after[page]
+        if not after:
+            del self._after[entry.before]
+        if entry.key is not None:
+            del self._by_key[entry.key]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the three indices agree."""
+        keys = {entry.key: page for page, entry in self._entries.items() if entry.key is not None}
+        after = sorted((entry.before, page) for page, entry in self._entries.items())
+        if keys != self._by_key or after != sorted((key, page) for key, pages in self._after.items() for page in pages):
+            raise AssertionError("the prefix cache's indices disagree")
+
+
+def _key(before: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(before + array("I", tokens).tobytes()).digest()
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens agree from the start."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
