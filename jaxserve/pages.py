@@ -6,7 +6,7 @@ others have run out.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class PagePool:
@@ -82,6 +82,10 @@ class PagePool:
                     self._kept[page] = None
                 else:
                     self._blank.append(page)
+
+    def oldest(self) -> Iterator[int]:
+        """Kept pages in the order in which they will be taken."""
+        return iter(self._kept)
 
     def touch(self, page: int) -> None:
         """If it is kept, let it be taken after all other kept pages."""

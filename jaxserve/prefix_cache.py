@@ -5,7 +5,8 @@ that must agree (model and layout, the request's salt). Equal keys mean equal te
 full, or a full one of which only the first tokens agree, serves too: it is copied, and the copy written on.
 
 Pages enter when the step that fills them has been planned, to be matched from the next plan on: the device runs steps
-in order. They stay while held, and afterwards until the pool needs them.
+in order. They stay while held, and afterwards until the pool needs them; then they go to the host tier, where there is
+one, and come back from it.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from jaxserve.host_tier import SIZES, Block, HostTier, Spill
 from jaxserve.pages import PagePool
 
 LOOK_AT = 64
@@ -36,28 +38,44 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A known beginning: whole ``pages``, then ``extra`` tokens of page ``copy``, all held for the asker."""
+    """A known beginning of ``tokens`` tokens: ``pages``, held for the asker, then the first tokens of page ``copy``.
+
+    A page 0 stands for one that is not on the device: ``loads`` has its number in the sequence, and the record. The
+    last one loaded may be filled in part.
+    """
 
     tokens: int
     pages: list[int]
     copy: int | None = None
+    loads: list[tuple[int, Block, int]] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[int]:
+        return [page for page in self.pages if page]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a page holds: ``tokens`` after the text of key ``before``. A full page has a ``key`` of its own."""
+    """What a page holds: ``tokens`` after the text of key ``before``. A full page has a ``key`` of its own.
+
+    ``record`` is what the host tier would know it by; None where it is not worth a record.
+    """
 
     before: bytes
     tokens: tuple[int, ...]
     key: bytes | None
+    record: bytes | None
 
 
 class PrefixCache:
     """The contents of a pool's pages. ``layout`` names what else must agree: model, dtype, record layout."""
 
-    def __init__(self, pool: PagePool, layout: str = ""):
+    def __init__(self, pool: PagePool, layout: str = "", tier: HostTier | None = None):
         self.pool = pool
-        pool.forget = self._forget
+        self.tier = tier
+        self.spills: list[Spill] = []
+        """What has to be copied to the host before anything is written to the pages taken since."""
+        pool.forget = self._evict
         self._layout = layout
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[bytes, int] = {}
@@ -81,8 +99,15 @@ class PrefixCache:
         size = self.pool.page_size
         self.extend(chain, tokens)
         pages: list[int] = []
-        while (len(pages) + 1) * size <= limit and (page := self._by_key.get(chain.keys[len(pages)])) is not None:
-            pages.append(page)
+        loads: list[tuple[int, Block, int]] = []
+        while (len(pages) + 1) * size <= limit:
+            key = chain.keys[len(pages)]
+            page = self._by_key.get(key)
+            if page is None:
+                if (record := self._record(key)) is None:
+                    break
+                loads.append((len(pages), *record))
+            pages.append(page or 0)
         done = len(pages) * size
         best, copy = 0, None
         rest = tuple(tokens[done : min(done + size, limit)])
@@ -91,10 +116,16 @@ class PrefixCache:
                 same = _common(self._entries[page].tokens, rest)
                 if same > best:
                     best, copy = same, page
-        self.pool.hold(pages)
-        if copy is not None:
-            self.pool.hold([copy])
-        return Hit(done + best, pages, copy)
+        if best < len(rest) and (record := self._record(_key(chain.before(len(pages)), rest))) is not None:
+            loads.append((len(pages), *record))
+            pages.append(0)
+            best, copy = len(rest), None
+        hit = Hit(done + best, pages, copy, loads)
+        self.pool.hold(hit.held if copy is None else [*hit.held, copy])
+        return hit
+
+    def _record(self, key: bytes) -> tuple[Block, int] | None:
+        return None if self.tier is None else self.tier.find(key)
 
     def enter(
         self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int, *, tail: bool = True
@@ -109,16 +140,27 @@ class PrefixCache:
         for page in range(chain.entered, full):
             key = chain.keys[page]
             if key not in self._by_key:
-                self._put(pages[page], Entry(chain.before(page), tuple(tokens[page * size : (page + 1) * size]), key))
+                text = tuple(tokens[page * size : (page + 1) * size])
+                self._put(pages[page], Entry(chain.before(page), text, key, key))
         chain.entered = max(chain.entered, full)
         rest = tuple(tokens[full * size : computed]) if tail else ()
         if rest and not self._covered(chain.before(full), rest):
-            self._put(pages[full], Entry(chain.before(full), rest, None))
+            self._put(pages[full], Entry(chain.before(full), rest, None, None))
 
-    def leave(self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int) -> None:
-        """A sequence gives its pages back; what they hold stays known until they are needed."""
+    def leave(
+        self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int, *, returns: bool = False
+    ) -> None:
+        """A sequence gives its pages back; what they hold stays known until they are needed.
+
+        One that ``returns`` to go on just there (it is preempted) has its last page kept as well as the others.
+        """
         chain.entered = 0  # what others have entered may be gone by now: then ours takes its place
         self.enter(chain, tokens, pages, computed)
+        full = computed // self.pool.page_size
+        rest = tuple(tokens[full * self.pool.page_size : computed])
+        if returns and rest:
+            before = chain.before(full)
+            self._put(pages[full], Entry(before, rest, None, _key(before, rest)))
         for key in reversed(chain.keys[: computed // self.pool.page_size]):
             if (known := self._by_key.get(key)) is not None:
                 self.pool.touch(known)
@@ -126,7 +168,7 @@ class PrefixCache:
 
     def let_go(self, hit: Hit) -> None:
         """Hold a hit no longer: it is not wanted after all, or its page has been copied."""
-        self.pool.give(hit.pages + ([] if hit.copy is None else [hit.copy]), keep=self._entries.__contains__)
+        self.pool.give(hit.held + ([] if hit.copy is None else [hit.copy]), keep=self._entries.__contains__)
 
     def keys(self, chain: Chain, tokens: Sequence[int], page: int) -> Iterator[bytes]:
         """The keys of the pages of ``tokens`` from number ``page`` on; the last page's as far as it is filled."""
@@ -146,6 +188,21 @@ class PrefixCache:
         self._after.setdefault(entry.before, {})[page] = None
         if entry.key is not None:
             self._by_key[entry.key] = page
+
+    def _evict(self, page: int) -> None:
+        """The page is taken for something else; the host tier gets it, and others that will go next."""
+        entry = self._entries.get(page)
+        if self.tier is not None and entry is not None and entry.record is not None and entry.record not in self.tier:
+            found = {entry.record: page}
+            for other in islice(self.pool.oldest(), LOOK_AT):
+                record = self._entries[other].record
+                if record is not None and record not in self.tier and len(found) < SIZES[0]:
+                    found.setdefault(record, other)
+            pages = list(found.values())
+            for block in self.tier.put(list(found)):
+                self.spills.append(Spill(block, pages[: len(block.keys)]))
+                del pages[: len(block.keys)]
+        self._forget(page)
 
     def _forget(self, page: int) -> None:
         entry = self._entries.pop(page, None)

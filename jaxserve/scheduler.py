@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Iterator
 from itertools import islice
 
+from jaxserve.host_tier import Block, Restore
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import Hit, PrefixCache
 from jaxserve.request import FinishReason
@@ -58,8 +59,9 @@ class Scheduler:
         before = self.preemptions
         decodes = self._decodes()
         chunks = self._continue_prompts()
-        copies = self._admit(chunks) if self.preemptions == before else []
-        plan = StepPlan(decodes, chunks, copies)
+        plan = StepPlan(decodes, chunks)
+        if self.preemptions == before:
+            self._admit(plan)
         self._enter(plan)
         for seq in plan.decodes:
             seq.computed += 1
@@ -67,7 +69,12 @@ class Scheduler:
             seq.in_flight += 1
         for seq in plan.sampled:
             seq.pending += 1
-        return plan if decodes or chunks else None
+        if not (decodes or chunks):
+            return None
+        if self.cache is not None:
+            plan.spills.extend(self.cache.spills)
+            self.cache.spills.clear()
+        return plan
 
     def _decodes(self) -> list[Sequence]:
         chosen = []
@@ -122,10 +129,9 @@ class Scheduler:
         chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)
 
-    def _admit(self, chunks: list[Chunk]) -> list[tuple[int, int]]:
-        """Let in whom there is room for; returns the pages to copy."""
-        copies: list[tuple[int, int]] = []
-        left = self.blocks - sum(-(-chunk.count // self.block) for chunk in chunks)
+    def _admit(self, plan: StepPlan) -> None:
+        """Let in whom there is room for."""
+        left = self.blocks - sum(-(-chunk.count // self.block) for chunk in plan.chunks)
         for seq in list(islice(self.waiting, LOOK_AHEAD)):
             if not (left and self.free_slots):
                 break
@@ -133,7 +139,7 @@ class Scheduler:
             if hit is None:
                 continue
             reserve = len(self.running)  # a page for each to go on with, so that admission does not preempt at once
-            need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.pages)
+            need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
             if need + reserve > self.pool.free and not (self.running or self.leaving):
                 hit = self._without_copy(hit)
                 reserve = 0
@@ -141,20 +147,31 @@ class Scheduler:
                 self._let_go(hit)
                 break
             pages = self.pool.take(need) or []
-            if hit.copy is not None:
-                copies.append((hit.copy, pages[0]))
             self.waiting.remove(seq)
             if not seq.preemptions:
                 seq.cached = hit.tokens
-            seq.pages, seq.slot = hit.pages + pages, self.free_slots.pop()
+            seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
             seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)
             for key in self._keys(seq, len(hit.pages)):
                 self._coming.setdefault(key, seq)
-            left -= self._chunk(seq, left, chunks, first=True)
-        for page, _ in copies:
+            left -= self._chunk(seq, left, plan.chunks, first=True)
+        for page, _ in plan.copies:
             self._let_go(Hit(0, [], page))
-        return copies
+
+    def _fill(self, hit: Hit, fresh: list[int], plan: StepPlan) -> list[int]:
+        """The pages of a sequence with this hit: the known ones, and ``fresh`` ones, which the plan fills if it can."""
+        fresh = fresh[::-1]
+        pages = [page or fresh.pop() for page in hit.pages] + fresh[::-1]
+        restores: dict[Block, Restore] = {}
+        for number, block, record in hit.loads:
+            if block not in restores:
+                restores[block] = Restore(block, [0] * len(block.keys))
+            restores[block].pages[record] = pages[number]
+        plan.restores.extend(restores.values())
+        if hit.copy is not None:
+            plan.copies.append((hit.copy, pages[len(hit.pages)]))
+        return pages
 
     def _let_go(self, hit: Hit) -> None:
         if self.cache is not None:
@@ -165,7 +182,7 @@ class Scheduler:
         if hit.copy is None:
             return hit
         self._let_go(Hit(0, [], hit.copy))
-        return Hit(len(hit.pages) * self.pool.page_size, hit.pages)
+        return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
 
     def _match(self, seq: Sequence) -> Hit | None:
         """What is known of ``seq``, its last token apart; None where what comes next is just being computed."""
@@ -228,7 +245,8 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         if self.cache is not None and seq.chain is not None:
             self._computed(seq)
-            self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)))
+            returns = seq.status is Status.WAITING
+            self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)), returns=returns)
         else:
             self.pool.give(seq.pages)
         self.free_slots.append(seq.slot)

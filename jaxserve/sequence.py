@@ -4,6 +4,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from jaxserve.host_tier import Restore, Spill
 from jaxserve.prefix_cache import Chain
 from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
 
@@ -108,11 +109,13 @@ class Chunk:
 class StepPlan:
     """The host's decision for one step: sequences that decode one token, and chunks of prompts.
 
-    Before all else, pages are copied: (from, to) each.
+    Before all else, pages are spilled to the host, others restored from there, and others copied: (from, to) each.
     """
 
     decodes: list[Sequence]
     chunks: list[Chunk]
+    spills: list[Spill] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from jaxserve.host_tier import HostTier
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import Chain, Hit, PrefixCache
 
@@ -26,12 +27,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     holders = Bundle("holders")
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(records=st.integers(0, 14))
+    def start(self, records: int) -> None:
         self.pool = PagePool(PAGES + 1, SIZE)
-        self.cache = PrefixCache(self.pool)
+        self.tier = HostTier(records * 10, 10)
+        self.cache = PrefixCache(self.pool, tier=self.tier)
         self.device: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.alive: list[Holder] = []
+
+    def page(self, number: int) -> dict:
+        return {offset: self.device[number, offset] for offset in range(SIZE) if (number, offset) in self.device}
+
+    def spill(self) -> None:
+        """What the runner does before anything else."""
+        for item in self.cache.spills:
+            assert item.block.data is None, "a block is filled twice"
+            item.block.data = [self.page(number) for number in item.pages]
+        self.cache.spills.clear()
 
     def write(self, holder: Holder, start: int, stop: int) -> None:
         for i in range(start, stop):
@@ -47,12 +59,20 @@ class CacheMachine(RuleBasedStateMachine):
         holder = Holder(salt, tokens, self.cache.chain(tokens, salt))
         hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
         assert hit.tokens <= len(tokens) - 1
-        assert (hit.copy is None) == (hit.tokens % SIZE == 0)
-        fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.pages))
+        assert hit.copy is None or hit.tokens % SIZE
+        fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.held))
+        self.spill()
         if fresh is None:
             self.cache.let_go(hit)
             return multiple()
-        holder.pages, holder.computed = hit.pages + fresh, hit.tokens
+        given = iter(fresh)
+        pages = [page or next(given) for page in hit.pages]
+        fresh = list(given)
+        for number, block, record in hit.loads:
+            assert block.data is not None, "a record is read before it is written"
+            for offset, content in block.data[record].items():
+                self.device[pages[number], offset] = content
+        holder.pages, holder.computed = pages + fresh, hit.tokens
         if hit.copy is not None:
             for offset in range(SIZE):  # whatever stands there, the rest too
                 if (hit.copy, offset) in self.device:
@@ -62,7 +82,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.alive.append(holder)
         return holder
 
-    @precondition(lambda self: self.alive)
     @rule(holder=holders, count=st.integers(1, 9))
     def prefill(self, holder: Holder, count: int) -> None:
         stop = min(holder.computed + count, len(holder.tokens))
@@ -70,7 +89,6 @@ class CacheMachine(RuleBasedStateMachine):
         holder.computed = stop
         self.cache.enter(holder.chain, holder.tokens, holder.pages, stop)
 
-    @precondition(lambda self: self.alive)
     @rule(holder=holders, token=st.integers(0, 1))
     def decode(self, holder: Holder, token: int) -> None:
         if holder.computed < len(holder.tokens):
@@ -78,6 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
         need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages)
         if need > 0:
             fresh = self.pool.take(need)
+            self.spill()
             if fresh is None:
                 return
             holder.pages += fresh
@@ -85,15 +104,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.write(holder, holder.computed, holder.computed + 1)
         holder.computed += 1
 
-    @rule(holder=consumes(holders))
-    def leave(self, holder: Holder) -> None:
+    @rule(holder=consumes(holders), returns=st.booleans())
+    def leave(self, holder: Holder, returns: bool) -> None:
         self.alive.remove(holder)
-        self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed)
+        self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed, returns=returns)
 
     @invariant()
     def sound(self) -> None:
         self.pool.check(page for holder in self.alive for page in holder.pages)
         self.cache.check()
+        self.tier.check()
         for holder in self.alive:
             self.check_reads(holder)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.host_tier import HostTier
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
 from jaxserve.request import SamplingParams
@@ -52,6 +53,8 @@ class World:
     blocks: int
     depth: int
     reuse: bool = True
+    records: int = 0
+    """Pages that the host tier holds."""
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(page, offset) -> (position, token)."""
     last_token: dict[int, int] = field(default_factory=dict)
@@ -63,7 +66,8 @@ class World:
 
     def __post_init__(self) -> None:
         pool = PagePool(self.pages + 1, self.page_size)
-        self.cache = PrefixCache(pool) if self.reuse else None
+        self.tier = HostTier(self.records, 1)
+        self.cache = PrefixCache(pool, tier=self.tier if self.records else None) if self.reuse else None
         limits = {"max_num_seqs": self.slots, "prompt_tokens": self.blocks * BLOCK, "block": BLOCK}
         self.scheduler = Scheduler(pool, **limits, cache=self.cache)
 
@@ -156,6 +160,12 @@ class World:
     def launch(self, plan: StepPlan) -> list[int]:
         """Run the step as the device would: write the step's tokens, then read everything before them."""
         tokens = []
+        for spill in plan.spills:
+            assert spill.block.data is None
+            spill.block.data = [self.page(page) for page in spill.pages]
+        for restore in plan.restores:
+            for page, record in zip(restore.pages, restore.block.data, strict=True):
+                self.kv |= {(page, offset): content for offset, content in record.items() if page}
         before = dict(self.kv)
         for source, target in plan.copies:
             for offset in range(self.page_size):
@@ -182,6 +192,9 @@ class World:
         assert self.scheduler.pool.holders(page) == 1, "a page that others read is written"
         self.kv[page, position % self.page_size] = (position, token)
 
+    def page(self, page: int) -> dict[int, tuple[int, int]]:
+        return {offset: self.kv[page, offset] for offset in range(self.page_size) if (page, offset) in self.kv}
+
     def topic(self, seq: Sequence) -> int:
         return topic_of(seq.arrival, self.wishes[seq.arrival])
 
@@ -199,6 +212,7 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check()
+        self.tier.check()
         running = [s.order for s in self.scheduler.running]
         assert running == sorted(running)
         for _, _, held in self.flight:
@@ -234,10 +248,11 @@ worlds = st.builds(
     blocks=st.integers(1, 4),
     depth=st.integers(0, 1),
     reuse=st.booleans(),
+    records=st.sampled_from([0, 1, 5, 40]),
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(worlds, wishes)
 @example(World(4, 2, 4, 2, 1), [Wish(2, 12)] * 6)
 def test_everybody_finishes_with_the_right_tokens(world: World, wishes: list[Wish]) -> None:
@@ -322,6 +337,19 @@ def test_a_prompt_that_many_ask_at_once_is_computed_once(prompt: int) -> None:
     seqs = world.run(twins(5, prompt, prompt + 6))
     assert [seq.cached for seq in seqs] == [0] + [prompt - 1] * 4
     assert world.prompt_tokens == prompt + 4
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_who_is_preempted_goes_on_where_he_was(depth: int) -> None:
+    """With room on the host nothing is computed twice, however little the device holds."""
+    wishes = [Wish(6, 30) for _ in range(6)]
+    worlds = [World(12, 4, 6, 8, depth, records=records) for records in (200, 0)]
+    for world in worlds:
+        world.run(wishes)
+        assert world.scheduler.preemptions > 0
+    spilled, recomputed = (world.prompt_tokens - 6 * 6 for world in worlds)
+    assert spilled == worlds[0].scheduler.preemptions, "its last token, each time"
+    assert recomputed > 2 * spilled
 
 
 def test_who_comes_again_finds_what_was_said() -> None:
