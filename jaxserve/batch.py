@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxserve.buckets import Buckets, StepBucket
+from jaxserve.host_tier import Restore, Spill
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sequence import Chunk, Sequence, StepPlan
 
@@ -75,6 +76,8 @@ class StepBatch:
     logprobs: bool
     slot_rows: list[tuple[int, SlotRow]]
     prompt_rows: list[PromptRows]
+    spills: list[Spill]
+    restores: list[Restore]
     copies: list[np.ndarray]
     """int32 ``[2, COPIES]`` each: pages to copy first, from and to. Padding copies page 0 to itself."""
 
@@ -163,8 +166,20 @@ class Packer:
         elif live[:, _COLUMN["temperature"]].any():
             mode = "random"
         wants = any(s.params.logprobs is not None for s in plan.sampled)
-        copies = pack_copies(plan.copies)
-        return StepBatch(bucket, ints, picks, choice, mode, sampled, wants, slot_rows, prompt_rows, copies)
+        return StepBatch(
+            bucket,
+            ints,
+            picks,
+            choice,
+            mode,
+            sampled,
+            wants,
+            slot_rows,
+            prompt_rows,
+            plan.spills,
+            plan.restores,
+            pack_copies(plan.copies),
+        )
 
     def _refresh(self, plan: StepPlan) -> list[tuple[int, SlotRow]]:
         """Bring the buffers of the plan's slots up to date; returns the slot states to upload."""

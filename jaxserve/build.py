@@ -17,6 +17,7 @@ from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
+from jaxserve.host_tier import HostTier
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
@@ -38,6 +39,8 @@ class Limits:
     max_num_seqs: int
     buckets: Buckets
     num_pages: int
+    host_bytes: int
+    """For KV pages that leave the devices."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,13 @@ def build(config: EngineConfig) -> Built:
         stop_ids=tuple(eos),
     )
     pool = PagePool(limits.num_pages, config.page_size)
+    tier = HostTier(limits.host_bytes, programs.record_bytes) if limits.host_bytes else None
     scheduler = Scheduler(
         pool,
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
-        cache=PrefixCache(pool) if config.prefix_caching else None,
+        cache=PrefixCache(pool, tier=tier) if config.prefix_caching else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model)
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
@@ -173,11 +177,23 @@ def size(
     cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, dtype)
     per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
     page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
+    host_bytes = memory.host_budget(config, gpu=gpu)
 
     def programs(num_pages: int, max_model_len: int) -> ProgramSet:
         width = -(-max_model_len // config.page_size)
         return ProgramSet(
-            model, mesh, buckets, cache, specs, dtype, num_pages, config.page_size, width, max_num_seqs, per_program
+            cfg=model,
+            mesh=mesh,
+            buckets=buckets,
+            cache=cache,
+            specs=specs,
+            dtype=dtype,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            width=width,
+            max_num_seqs=max_num_seqs,
+            host_tier=host_bytes > 0,
+            layers_per_program=per_program,
         )
 
     weights = params.nbytes(specs, dtype) // config.tensor_parallel
@@ -197,7 +213,7 @@ def size(
             )
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
-    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages)
+    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -292,6 +308,7 @@ def _describe(
         pages=limits.num_pages - 1,
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
+        host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
     report.add(

@@ -78,6 +78,9 @@ class EngineConfig:
     device_memory_utilization: float | None = _option(
         None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
     )
+    host_kv_gib: float | None = _option(
+        None, "GiB of pinned host memory for KV pages that leave the device; 8 on a GPU, none on a CPU by default."
+    )
     prefix_caching: bool = _option(True, "Keep KV pages after a request, for prompts that begin like it.")
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
@@ -109,6 +112,11 @@ class EngineConfig:
         share = self.device_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")
+        room = self.host_kv_gib
+        if room is not None and (isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20):
+            raise ConfigError(f"host_kv_gib must be a number of at least 0, got {room!r}")
+        if room and not self.prefix_caching:
+            raise ConfigError("host_kv_gib needs prefix_caching")
         for name in ("overlap", "prefix_caching", "load_progress", "forbid_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

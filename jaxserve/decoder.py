@@ -34,6 +34,24 @@ def copy_pages(kv: list[KV], pairs: jax.Array) -> list[KV]:
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source]), kv)
 
 
+def spill_pages(kv: list[KV], pages: jax.Array, heads: jax.Array | None) -> jax.Array:
+    """Pages int32 ``[N]`` of all layers as records ``[N, L, 2, K, G, D]``; ``heads`` picks the KV heads where some are
+    padding or replicas, so that a record does not depend on the number of devices."""
+
+    def rows(array: jax.Array) -> jax.Array:
+        found = array[pages]
+        return found if heads is None else found[:, heads]
+
+    return jnp.stack([jnp.stack([rows(k), rows(v)], axis=1) for k, v in kv], axis=1)
+
+
+def restore_pages(kv: list[KV], records: jax.Array, pages: jax.Array, heads: jax.Array | None) -> list[KV]:
+    """Write records to pages int32 ``[N]`` of all layers; ``heads`` says which of a record's heads each KV head is."""
+    if heads is not None:
+        records = records[:, :, :, heads]
+    return [(k.at[pages].set(records[:, i, 0]), v.at[pages].set(records[:, i, 1])) for i, (k, v) in enumerate(kv)]
+
+
 def ropes(cfg: ModelConfig) -> list:
     return list(dict.fromkeys(spec.rope for spec in cfg.layers))
 

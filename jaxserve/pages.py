@@ -93,7 +93,7 @@ class PagePool:
             self._kept.move_to_end(page)
 
     def check(self, held: Iterable[int] = ()) -> None:
-        """Raise AssertionError unless ``held`` (a page once for each holder) is what is held, and no page is missing."""
+        """Raise AssertionError unless ``held`` (a page once for each holder) is what is held, and none is missing."""
         holders = Counter(held)
         if holders != Counter({page: n for page, n in enumerate(self._holders) if n}):
             raise AssertionError("the pages' holders are not who they are thought to be")

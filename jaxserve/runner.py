@@ -78,6 +78,11 @@ class Runner:
         run, state, bucket = self.compiled, self.state, batch.bucket
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
+        for spill in batch.spills:
+            spill.block.data = run[f"spill {len(spill.pages)}"](state.kv, np.array(spill.pages, np.int32))
+        for restore in batch.restores:
+            pages = np.array(restore.pages, np.int32)
+            state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
         for pairs in batch.copies:
             state.kv = run["copy"](state.kv, pairs)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)

@@ -17,7 +17,6 @@ from jaxserve.prefix_cache import Hit, PrefixCache
 from jaxserve.request import FinishReason
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
 
-
 NOTHING = Hit(0, [])
 LOOK_AHEAD = 256
 """Waiting sequences that are looked at for one that can go, where those before wait for each other's prompts."""
@@ -169,6 +168,8 @@ class Scheduler:
                 restores[block] = Restore(block, [0] * len(block.keys))
             restores[block].pages[record] = pages[number]
         plan.restores.extend(restores.values())
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.counts.restored += len(hit.loads)
         if hit.copy is not None:
             plan.copies.append((hit.copy, pages[len(hit.pages)]))
         return pages

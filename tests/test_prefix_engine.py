@@ -93,11 +93,22 @@ def test_a_conversation_goes_on_where_it_was(llm):
     assert second.cached_tokens >= len(ids) - 1
 
 
-def test_preempted_and_reused_in_too_little_memory(speaking, programs_dir, plain):
-    expected, _ = texts(plain, ASKS * 3)
-    with roomy(programs_dir, speaking, kv_cache_memory_bytes=400 << 10) as small:
-        assert texts(small, ASKS * 3)[0] == expected
-        assert texts(small, ASKS * 3)[0] == expected
+CROWD = [f"{i} is where this begins, and it goes on for long enough to fill some pages. " for i in range(8)]
+
+
+@pytest.mark.parametrize(("host", "devices"), [(0, 1), (0.001, 1), (0.0005, 1), (0.001, 2)])
+def test_too_little_device_memory_changes_no_token(speaking, programs_dir, plain, host, devices):
+    """Recomputed, or spilled to the host and restored, or some of each where the host has too little room as well."""
+    expected, _ = texts(plain, CROWD, max_tokens=100)
+    limits = {"kv_cache_memory_bytes": (300 << 10) // devices, "host_kv_gib": host, "tensor_parallel": devices}
+    with roomy(programs_dir, speaking, **limits) as small:
+        for _ in range(2):
+            assert texts(small, CROWD, max_tokens=100)[0] == expected
+        scheduler = small._built.engine.scheduler
+        assert scheduler.preemptions > 0
+        if host:
+            assert scheduler.cache.tier.counts.spilled > 0
+            assert scheduler.cache.tier.counts.restored > 0
 
 
 def test_reuse_on_several_devices(speaking, programs_dir, plain):
