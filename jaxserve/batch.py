@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxserve.buckets import Buckets, StepBucket
+from jaxserve.buckets import Buckets, StepBucket, pad_to
 from jaxserve.host_tier import Restore, Spill
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sequence import Chunk, Sequence, StepPlan
@@ -75,6 +75,10 @@ class StepBatch:
     sampled: int
     logprobs: bool
     slot_rows: list[tuple[int, SlotRow]]
+    mask_slots: np.ndarray
+    """int32 ``[M]``: slots whose ``allowed`` is replaced, after ``slot_rows``; M is 0 or one of ``Buckets.masks``."""
+    mask_words: np.ndarray
+    """uint32 ``[M, ceil(V / 32)]``."""
     prompt_rows: list[PromptRows]
     spills: list[Spill]
     restores: list[Restore]
@@ -115,6 +119,8 @@ class Packer:
         self.owner: list[tuple[Sequence, int] | None] = [None] * (max_num_seqs + 1)
         """Who the buffers were filled for: a sequence and its admission."""
         self.written = [0] * (max_num_seqs + 1)
+        self.rows: list[SlotRow | None] = [None] * (max_num_seqs + 1)
+        """What was uploaded for each slot's owner, where it shapes its logits."""
 
     def pack(self, plan: StepPlan) -> StepBatch:
         decodes, chunks = plan.decodes, plan.chunks
@@ -175,6 +181,7 @@ class Packer:
             sampled,
             wants,
             slot_rows,
+            *self._masks(plan.sampled),
             prompt_rows,
             plan.spills,
             plan.restores,
@@ -190,13 +197,43 @@ class Packer:
             if new:
                 self.owner[slot], self.written[slot] = (seq, seq.preemptions), 0
                 self._fill_choice(seq)
+                row = self._slot_row(seq) if seq.params.shapes_logits else None
+                self.rows[slot] = row
+                if row is not None:
+                    rows.append((slot, row))
             done = self.written[slot]
             if done < len(seq.pages):
                 self.tables[slot, done : len(seq.pages)] = seq.pages[done:]
                 self.written[slot] = len(seq.pages)
-            if seq.params.shapes_logits and (new or seq.host_driven):
-                rows.append((slot, self._slot_row(seq)))
         return rows
+
+    def _masks(self, sampled: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and words of the masks that this step's tokens depend on: those of host-driven sequences."""
+        driven = [seq for seq in sampled if seq.host_driven]
+        count = pad_to(len(driven), self.buckets.masks) if driven else 0
+        slots = np.full(count, self.dump, np.int32)
+        words = np.zeros((count, -(-self.vocab_size // 32)), np.uint32)
+        for i, seq in enumerate(driven):
+            slots[i] = seq.slot
+            mask = self._mask(seq)
+            words[i, : len(mask)] = mask
+        return slots, words
+
+    def _mask(self, seq: Sequence) -> np.ndarray:
+        """Packed words of the tokens that may come next. Bans give way where nothing else could be chosen."""
+        row = self.rows[seq.slot]
+        assert row is not None
+        if seq.constraint is not None:
+            assert seq.constraint.mask is not None, "a sequence was planned that has no mask yet"
+            words = seq.constraint.mask.words
+            if len(seq.output) >= seq.params.min_tokens:
+                return words
+            kept = words & ~row.hold[: len(words)]
+        else:
+            words, kept = row.allowed, row.allowed.copy()
+            for token in banned_tokens(seq):
+                kept[token // 32] &= ~np.uint32(1 << token % 32)
+        return kept if kept.any() else words
 
     def _fill_choice(self, seq: Sequence) -> None:
         params, row = seq.params, self.choice[seq.slot]
@@ -212,7 +249,8 @@ class Packer:
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
             "repetition": params.repetition_penalty,
-            "hold_until": len(seq.prompt) + params.min_tokens,
+            # A grammar's mask has it already, and gives way to nothing.
+            "hold_until": 0 if seq.constraint is not None else len(seq.prompt) + params.min_tokens,
         }
         for name, kind in CHOICE_FIELDS:
             if name in values:
@@ -227,10 +265,6 @@ class Packer:
         if params.allowed_token_ids is not None:
             allowed[:] = False
             allowed[list(params.allowed_token_ids)] = True
-        kept = allowed.copy()
-        kept[banned_tokens(seq)] = False
-        if kept.any():  # a bad word gives way where nothing else could be chosen
-            allowed = kept
         hold = np.zeros(vocab, bool)
         hold[[*params.stop_token_ids, *(() if params.ignore_eos else self.stop_ids)]] = True
         ids = np.full(MAX_LOGIT_BIAS, vocab, np.int32)

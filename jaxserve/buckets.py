@@ -57,13 +57,15 @@ class Buckets:
     blocks: tuple[int, ...]
     block: int
     samples: tuple[int, ...]
+    masks: tuple[int, ...]
+    """Slots whose masks are replaced before a step."""
 
     @classmethod
     def make(cls, max_num_seqs: int, max_num_batched_tokens: int, block: int = 32) -> "Buckets":
         most_blocks = max(1, max_num_batched_tokens // block)
         decodes = ladder(max_num_seqs)
         mixed = (0, *(m for m in ladder(max_num_seqs, 4, min(4, max_num_seqs))))
-        return cls(decodes, mixed, ladder(most_blocks, 4), block, ladder(max_num_seqs))
+        return cls(decodes, mixed, ladder(most_blocks, 4), block, ladder(max_num_seqs), ladder(max_num_seqs, 4))
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -58,12 +58,12 @@ class Built:
     programs: ProgramSet
 
 
-def build(config: EngineConfig) -> Built:
-    """Make an engine ready.
+def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> Built:
+    """Make an engine ready; ``on_phase`` is told what begins.
 
     Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
-    report = Report()
+    report = Report(on_phase)
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
@@ -94,7 +94,13 @@ def build(config: EngineConfig) -> Built:
         block=limits.buckets.block,
         cache=PrefixCache(pool, tier=tier) if config.prefix_caching else None,
     )
-    metrics = EngineMetrics(model_name=config.served_name or config.model)
+    metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics.cache_config(
+        block_size=config.page_size,
+        num_gpu_blocks=limits.num_pages - 1,
+        cache_dtype=dtype,
+        enable_prefix_caching=False,
+    )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
     _describe(report, config, source, model, dtype, mesh, programs, limits, store)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)

@@ -1,11 +1,13 @@
 """The command line: ``jaxserve serve``, ``generate`` and ``convert``. Options come from the dataclasses' fields."""
 
 import argparse
+import errno
 import json
 import logging
 import os
 import queue
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any, TextIO
 
 from jaxserve import __version__
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.options import Parser, add_options, given
+from jaxserve.options import Parser, add_options, as_flags, given
 from jaxserve.progress import Progress
 from jaxserve.request import (
     CompletionOutput,
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return parsed.command(parsed)
     except (UsageError, ConfigError) as error:
-        return _fail(error, 2)
+        return _fail(error, 2, parsed.kinds)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -61,8 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, 1)
 
 
-def _fail(error: BaseException, status: int) -> int:
-    print(f"jaxserve: error: {' '.join(str(error).split())}", file=sys.stderr)
+def _fail(error: BaseException, status: int, kinds: Sequence[type] = ()) -> int:
+    text = as_flags(" ".join(str(error).split()), *kinds)
+    print(f"jaxserve: error: {text}", file=sys.stderr)
     return status
 
 
@@ -77,8 +80,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_engine(parsed: argparse.Namespace) -> None:
-    """Raise ConfigError before anything is loaded."""
-    EngineConfig.from_options(parsed.model, given(parsed, EngineConfig))
+    """Raise ConfigError or UsageError before anything is loaded."""
+    config = EngineConfig.from_options(parsed.model, given(parsed, EngineConfig))
+    try:
+        config.cache_path.mkdir(parents=True, exist_ok=True)
+        if not os.access(config.cache_path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"--cache-dir {config.cache_path}: {error.strerror}") from None
 
 
 # -- serve ------------------------------------------------------------------------------------------------------------
@@ -92,7 +101,7 @@ def _add_serve(commands: Any) -> None:
     add_options(parser, ServerOptions, title="server")
     names = {"served_name": ("--served-model-name", "--served-name")}
     add_options(parser, EngineConfig, title="engine", skip=("model",), flags=names)
-    parser.set_defaults(command=_serve)
+    parser.set_defaults(command=_serve, kinds=(ServerOptions, EngineConfig))
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -101,24 +110,26 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     try:
         chosen = given(parsed, serve.ServerOptions)
-        options = serve.ServerOptions(**chosen | {"api_key": tuple(chosen.get("api_key", ()))})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()
+        }
+        options = serve.ServerOptions(**fields)
+        bound = serve.bind(options)  # before the model is loaded: a port in use is known at once
     except ValueError as error:
         raise UsageError(error) from None
-    bound = serve.bind(options)  # before the model is loaded: a port in use is known at once
-    with bound, _load(parsed) as llm:
-        llm.print_report()
-        status = serve.run(llm, options, bound=bound)
-        if status != 0:  # cut short or dead: do not wait for a step that may never end
-            logging.shutdown()
-            os._exit(status)
-    return status
+    ended = serve.run(lambda on_phase: _load(parsed, on_phase=on_phase), options, bound=bound)
+    if not ended.clean:  # threads are left that may never come back
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(ended.status)
+    return ended.status
 
 
-def _load(parsed: argparse.Namespace) -> Any:
+def _load(parsed: argparse.Namespace, **more: Any) -> Any:
     """The ``LLM``, a context manager. jax is imported here and no sooner."""
     import jaxserve
 
-    return jaxserve.LLM(parsed.model, **given(parsed, EngineConfig))
+    return jaxserve.LLM(parsed.model, **given(parsed, EngineConfig), **more)
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
@@ -144,16 +155,10 @@ def _add_generate(commands: Any) -> None:
     prompts.add_argument("--system", metavar="TEXT", help="system message for every --chat")
     prompts.add_argument("--json", action="store_true", help="JSON lines for a single prompt too")
     prompts.add_argument("--output", type=Path, metavar="FILE", help="write there instead of to standard output")
-    add_options(
-        parser,
-        SamplingParams,
-        title="sampling",
-        skip=("structured_outputs",),
-        defaults={"max_tokens": MAX_TOKENS},
-    )
+    add_options(parser, SamplingParams, title="sampling", defaults={"max_tokens": MAX_TOKENS})
     flags = {"seed": ("--engine-seed",)}
     add_options(parser, EngineConfig, title="engine", skip=("model", "served_name"), flags=flags)
-    parser.set_defaults(command=_generate)
+    parser.set_defaults(command=_generate, kinds=(SamplingParams, EngineConfig))
 
 
 def _generate(parsed: argparse.Namespace) -> int:
@@ -163,7 +168,10 @@ def _generate(parsed: argparse.Namespace) -> int:
     except RequestError as error:
         raise UsageError(error) from None
     prompts = _prompts(parsed)
-    output = open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout)  # noqa: SIM115
+    try:
+        output = open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout)  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(f"--output {parsed.output}: {error.strerror}") from None
     with output as out, _load(parsed) as llm:
         if len(prompts) == 1 and params.n == 1 and not parsed.json:
             for delta in llm.stream(prompts[0], params):
@@ -293,7 +301,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("source", help=MODEL_HELP)
     parser.add_argument("target", type=Path, help="folder to write; it must not exist or be empty")
     add_options(parser, EngineConfig, title="layout", only=("tensor_parallel", "dtype"))
-    parser.set_defaults(command=_convert)
+    parser.set_defaults(command=_convert, kinds=(EngineConfig,))
 
 
 def _convert(parsed: argparse.Namespace) -> int:

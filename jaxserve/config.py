@@ -6,6 +6,7 @@ engine; the command line is derived from its fields and their ``help``. No envir
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class EngineConfig:
         None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
     )
     cache_dir: str | None = _option(None, "Where compiled programs are kept; ~/.cache/jaxserve by default.")
+    metrics_prefix: str = _option("jaxserve", "What metric names begin with; vllm suits that project's dashboards.")
     load_progress: bool = _option(True, "Show progress while weights load and programs compile.")
     forbid_compile: bool = _option(False, "After ready, make any compilation an error (tests); otherwise it is logged.")
     seed: int | None = _option(None, "Seed of the seeds that unseeded requests draw; fresh by default.")
@@ -122,6 +124,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if not isinstance(self.metrics_prefix, str) or not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}")
         if not self.model.strip():
             raise ConfigError("model must name a folder, a file or a built-in model, got an empty string")
 

@@ -17,9 +17,19 @@ class IncrementalDetokenizer:
     character begun by the prompt's last token is completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        keep_special_ids: Sequence[int] = (),
+    ):
+        """``keep_special_ids`` are not skipped with the other special tokens."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._dropped: frozenset[int] = frozenset()
+        if skip_special_tokens and keep_special_ids:
+            self._skip, self._dropped = False, tokenizer.special_ids.difference(keep_special_ids)
         if tokenizer.kind == "other":
             self._window: list[int] = list(prompt_ids[-_PROMPT_TAIL:])
             self._read = len(self._window)
@@ -31,6 +41,8 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete. Bytes of an unfinished character wait for the next call."""
+        if self._dropped:
+            ids = [i for i in ids if i not in self._dropped]
         if self._tokenizer.kind == "other":
             return self._push_window(ids)
         data = self._tokenizer.join_bytes(ids, self._skip)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxserve.batch import Packer, StepBatch
+from jaxserve.constraint import GRACE_SECONDS, Mask, MaskPool
 from jaxserve.metrics import EngineMetrics
 from jaxserve.output import LogprobRows, SequenceOutput
 from jaxserve.request import Delta, EngineDeadError, FinishReason, QueueFullError, TokenLogprob
@@ -82,6 +83,16 @@ class Engine:
         self._progress = time.monotonic()
         self._flight: deque[tuple[StepPlan, Any]] = deque()
         self._preemptions = 0
+        self._masks = MaskPool(self._mask_ready)
+        self._ready: deque[tuple[Any, Mask]] = deque()
+        """Masks that have been computed and not taken in yet."""
+        self._awaited: set[Sequence] = set()
+        """Sequences whose mask is being computed."""
+        self._soon: set[Any] = set()
+        """Those of them that a step is held back for, until ``_grace``."""
+        self._stalled = False
+        """Nothing can run before a mask is ready."""
+        self._grace = 0.0
         self.thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -147,10 +158,11 @@ class Engine:
     def _receive(self) -> bool:
         """Take what has come in; wait while there is nothing to do. False when it is time to stop."""
         with self._wake:
-            while not self._inbox and not self._closing and self.scheduler.idle and not self._flight:
-                self._wake.wait()
-            items = list(self._inbox)
+            while self._wait():
+                pass
+            items, ready = list(self._inbox), list(self._ready)
             self._inbox.clear()
+            self._ready.clear()
             if not self._entries and items:
                 self._progress = time.monotonic()
             closing = self._closing
@@ -161,7 +173,24 @@ class Engine:
                     self.scheduler.add(output.seq)
             elif item in self._entries:
                 self._end_entry(self._entries[item], "abort")
+        for seq, mask in ready:
+            self._take_mask(seq, mask)
         return not closing
+
+    def _wait(self) -> bool:
+        """Wait while there is nothing to do, with ``_wake`` held. False when there is, or may be."""
+        if self._inbox or self._closing:
+            return False
+        if self._soon:
+            left = self._grace - time.monotonic()
+            if left > 0:
+                self._wake.wait(left)
+                return True
+            self._soon.clear()
+        if self._ready or self._flight or not (self.scheduler.idle or self._stalled):
+            return False
+        self._wake.wait()
+        return True
 
     def _turn(self) -> None:
         """One turn of the loop: launch the next step if there is one, and collect the oldest that is due."""
@@ -172,7 +201,9 @@ class Engine:
         if self._flight and (plan is None or len(self._flight) > self.depth):
             self._collect(*self._flight.popleft())
         elif plan is None and not self.scheduler.idle:
-            raise RuntimeError("sequences wait but none can run: the scheduler is stuck")
+            if not self._awaited:
+                raise RuntimeError("sequences wait but none can run: the scheduler is stuck")
+            self._stalled = True
         if self.scheduler.idle and not self._flight:
             self.scheduler.check()
             self._gauges(0)
@@ -183,8 +214,9 @@ class Engine:
             seq = chunk.seq
             if chunk.first and seq.preemptions == 0:
                 if seq.chain is not None:
-                    self.metrics.prefix_cache(len(seq.prompt), seq.cached)
+                    self.metrics.prefix_lookup(len(seq.prompt), seq.cached)
                 self._queued -= 1
+                seq.admitted_at = now
                 entry = self._entries[seq.request_id]
                 if not entry.admitted:
                     entry.admitted = True
@@ -226,22 +258,60 @@ class Engine:
         if reason is not None:
             self.scheduler.finish(seq, reason, stop)
             delta = self._ended(entry, seq, delta)
+        elif seq.constraint is not None:
+            self._advance(seq, token)
         self._deliver(entry, delta)
+
+    def _advance(self, seq: Sequence, token: int) -> None:
+        """Have the mask of the token after ``token`` computed."""
+        assert seq.constraint is not None
+        self._awaited.add(seq)
+        if not seq.constraint.slow:
+            with self._wake:
+                self._soon.add(seq)
+            self._grace = time.monotonic() + GRACE_SECONDS
+        self._masks.advance(seq, seq.constraint, token)
+
+    def _mask_ready(self, seq: Any, mask: Mask) -> None:
+        """A thread of the pool has computed a mask."""
+        with self._wake:
+            self._ready.append((seq, mask))
+            self._soon.discard(seq)
+            self._wake.notify()
+
+    def _take_mask(self, seq: Sequence, mask: Mask) -> None:
+        """Let the sequence go on, or end it where its grammar is complete or its matcher has failed."""
+        self._awaited.discard(seq)
+        self._stalled = False
+        if seq.finished or seq.constraint is None:
+            return  # it ended while the mask was being computed
+        entry = self._entries[seq.request_id]
+        self._progress = time.monotonic()
+        if mask.error is not None:
+            self._end_entry(entry, "error", mask.error)
+        elif mask.complete or len(seq) >= seq.limit:
+            self._end(entry, seq, "stop" if mask.complete else "length")
+        else:
+            seq.constraint.mask = mask
 
     def _ended(self, entry: Entry, seq: Sequence, delta: Delta) -> Delta:
         entry.open -= 1
         now = time.monotonic()
         first = None if seq.first_token_at is None else seq.first_token_at - seq.arrived_at
+        queued = None if seq.admitted_at is None else seq.admitted_at - seq.arrived_at
         self.metrics.finished(
             seq.finish_reason or "error",
             len(seq.prompt),
             len(seq.output),
             now - seq.arrived_at,
+            queue_seconds=queued,
             first_token_seconds=first,
             preemptions=seq.preemptions,
         )
         if entry.open == 0:
             self._entries.pop(entry.request_id, None)
+            most = max(len(output.seq.output) for output in entry.outputs)
+            self.metrics.request_finished(len(entry.outputs), seq.params.max_tokens, most)
             delta = replace(delta, request_done=True)
         return delta
 
@@ -253,8 +323,12 @@ class Engine:
                 continue
             if seq.slot < 0 and seq.preemptions == 0:
                 self._queued -= 1
-            self.scheduler.finish(seq, reason)
-            self._deliver(entry, self._ended(entry, seq, output.end(reason, error)))
+            self._end(entry, seq, reason, error)
+
+    def _end(self, entry: Entry, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End one sequence without a token."""
+        self.scheduler.finish(seq, reason)
+        self._deliver(entry, self._ended(entry, seq, entry.outputs[seq.index].end(reason, error)))
 
     def _deliver(self, entry: Entry, delta: Delta) -> None:
         try:
@@ -281,6 +355,7 @@ class Engine:
 
     def _end_all(self) -> None:
         """The loop is over: collect nothing more, tell everybody."""
+        self._masks.close()
         with self._wake:
             self._closing = True
             entries: Iterable[Entry] = [*self._entries.values(), *(e for e in self._inbox if isinstance(e, Entry))]

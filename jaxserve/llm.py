@@ -16,9 +16,18 @@ import jax
 from jaxserve.build import build
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
+from jaxserve.grammar import Grammars
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
-from jaxserve.request import CompletionOutput, Delta, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from jaxserve.request import (
+    CompletionOutput,
+    Delta,
+    EngineDeadError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+)
 from jaxserve.sequence import Sequence as EngineSequence
 from jaxserve.tokenizer import Tokenizer
 
@@ -32,17 +41,20 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class LLM:
     """A model ready to generate. Owns one engine thread; a context manager; every method may be called from any thread.
 
-    Keywords are the fields of ``EngineConfig``. Raises ``ConfigError``, ``checkpoints.CheckpointError`` or
-    ``WeightError`` naming what is wrong.
+    Keywords are the fields of ``EngineConfig``; ``on_phase`` is told the name of each part of the start. Raises
+    ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **engine_options: Any):
+    def __init__(
+        self, model: str = "smollm2-135m", *, on_phase: Callable[[str], None] | None = None, **engine_options: Any
+    ):
         self.config = EngineConfig.from_options(model, engine_options)
-        self._built = build(self.config)
+        self._built = build(self.config, on_phase)
         self.tokenizer: Tokenizer | None = self._built.tokenizer
         self.model_config: ModelConfig = self._built.model
         self.max_model_len: int = self._built.limits.max_model_len
         self.vocab_size: int = self._built.model.vocab_size
+        self._grammars = Grammars(self.tokenizer, self.vocab_size, self._built.eos_ids)
         self._engine = self._built.engine
         self._seeds = random.Random(self.config.seed)
         self._seeds_lock = threading.Lock()
@@ -126,12 +138,17 @@ class LLM:
     ) -> str:
         """Queue a request; ``on_delta`` is called on the engine's thread and must be quick. Returns the request's id.
 
-        Only requests with the same ``cache_salt`` reuse each other's KV pages.
-        Raises ``RequestError`` (what is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
+        Only requests with the same ``cache_salt`` reuse each other's KV pages. With ``structured_outputs`` the grammar
+        is compiled here, on the caller's thread. Raises ``RequestError`` (what is wrong with the request),
+        ``QueueFullError`` or ``EngineDeadError``.
         """
         request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority, cache_salt)
         self._engine.submit(request_id, sequences, on_delta)
         return request_id
+
+    def check_structured_outputs(self, wish: StructuredOutputs) -> None:
+        """Raise ``RequestError`` for what cannot be enforced. Compiles, so that a request with it starts at once."""
+        self._grammars.compile(wish)
 
     def abort(self, request_id: str) -> None:
         """End a request early; its last delta says "abort". Unknown ids are ignored."""
@@ -151,6 +168,10 @@ class LLM:
     def metrics(self) -> Any:
         """A ``prometheus_client.CollectorRegistry``."""
         return self._built.metrics.registry
+
+    def count_rejection(self, reason: str) -> None:
+        """Count a request that was refused before ``submit``, in the metric ``admission_rejections``."""
+        self._built.metrics.rejected(reason)
 
     def close(self) -> None:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
@@ -201,6 +222,8 @@ class LLM:
             raise RequestError("stop strings need a tokenizer, which this model has not", param="stop")
         bad = self._bad_words(params)
         self._check_choice_left(params, bad)
+        wish = params.structured_outputs
+        grammar = None if wish is None else self._grammars.compile(wish)
         request_id = f"req-{uuid.uuid4().hex}"
         if params.echo and text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -217,6 +240,7 @@ class LLM:
                 seed=(base + index) & 0xFFFFFFFFFFFFFFFF,
                 limit=limit,
                 bad_words=bad,
+                constraint=None if grammar is None else grammar.start(),
                 priority=priority,
                 chain=None if cache is None else cache.chain(ids, cache_salt),
             )

@@ -36,7 +36,12 @@ REQUEST_SECONDS = (
 )
 LENGTHS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 STEP_TOKENS = tuple(float(2**e) for e in (0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TIMES = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
+
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+"""The number of the engine, which the peer's dashboards ask for; a process has one."""
 
 
 class _Histogram:
@@ -55,12 +60,12 @@ class _Histogram:
         self.total += value * times
 
     def family(self, prefix: str, model: str) -> Metric:
-        family = HistogramMetricFamily(prefix + self.name, self.text, labels=("model_name",))
+        family = HistogramMetricFamily(prefix + self.name, self.text, labels=LABELS)
         running, buckets = 0, []
         for label, count in zip(self.labels, self.counts, strict=True):
             running += count
             buckets.append((label, float(running)))
-        family.add_metric((model,), buckets, self.total)
+        family.add_metric((model, ENGINE), buckets, self.total)
         return family
 
 
@@ -76,10 +81,10 @@ class _Counter:
             self.values[label] = self.values.get(label, 0.0) + amount
 
     def family(self, prefix: str, model: str) -> Metric:
-        labels = ("model_name", self.label) if self.label else ("model_name",)
+        labels = (*LABELS, self.label) if self.label else LABELS
         family = CounterMetricFamily(prefix + self.name, self.text, labels=labels)
         for label, value in self.values.items():
-            family.add_metric((model, label) if self.label else (model,), value)
+            family.add_metric((model, ENGINE, label) if self.label else (model, ENGINE), value)
         return family
 
 
@@ -88,8 +93,21 @@ class _Gauge:
         self.name, self.text, self.value = name, text, 0.0
 
     def family(self, prefix: str, model: str) -> Metric:
-        family = GaugeMetricFamily(prefix + self.name, self.text, labels=("model_name",))
-        family.add_metric((model,), self.value)
+        family = GaugeMetricFamily(prefix + self.name, self.text, labels=LABELS)
+        family.add_metric((model, ENGINE), self.value)
+        return family
+
+
+class _Info:
+    """Facts as labels of a gauge that is 1; nothing while there are none."""
+
+    def __init__(self, name: str, text: str):
+        self.name, self.text, self.facts = name, text, dict[str, str]()
+
+    def family(self, prefix: str, model: str) -> Metric:
+        family = GaugeMetricFamily(prefix + self.name, self.text, labels=(*LABELS, *self.facts))
+        if self.facts:
+            family.add_metric((model, ENGINE, *self.facts.values()), 1)
         return family
 
 
@@ -114,27 +132,30 @@ class EngineMetrics(Collector):
     """All metrics of one engine, in a registry of their own.
 
     ``registry`` (a new one where None) is what ``/metrics`` prints. ``model_name`` labels every sample. ``prefix``
-    stands before every name. Every method may be called from any thread and never raises.
+    (and a colon) stands before every name. Every method may be called from any thread and never raises.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str = "", prefix: str = "jaxserve:"):
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str = "", prefix: str = "jaxserve"):
         self.registry = CollectorRegistry() if registry is None else registry
-        self._model_name, self._prefix, self._lock = model_name, prefix, threading.Lock()
+        self._model_name, self._prefix, self._lock = model_name, prefix + ":", threading.Lock()
         counter, gauge, histogram = _Counter, _Gauge, _Histogram
 
         self._running = gauge("num_requests_running", "Sequences that hold a slot.")
         self._waiting = gauge("num_requests_waiting", "Requests in the waiting queue.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all of them.")
 
+        self._cache_config = _Info("cache_config_info", "What the KV cache is like.")
+
         self._preemptions = counter("num_preemptions", "Times a running sequence lost its slot and pages.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._steps = counter("engine_steps", "Steps the engine has run.")
         reasons = ("stop", "length", "abort", "error")
         self._success = counter("request_success", "Finished requests.", "finished_reason", reasons)
-        self._rejections = counter("admission_rejections", "Requests refused at the door.", "reason", ("queue_full",))
+        reasons = ("queue_full", "too_long", "too_large", "draining", "deadline")
+        self._rejections = counter("admission_rejections", "Requests refused or given up.", "reason", reasons)
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
@@ -151,6 +172,14 @@ class EngineMetrics(Collector):
         )
         self._latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_SECONDS)
         self._queue = histogram("request_queue_time_seconds", "Time in the waiting queue.", REQUEST_SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "Admission to first token.", REQUEST_SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "First to last token.", REQUEST_SECONDS)
+        self._inference = histogram("request_inference_time_seconds", "Admission to last token.", REQUEST_SECONDS)
+        self._params_n = histogram("request_params_n", "Completions a request asked for.", COUNTS)
+        self._params_max = histogram("request_params_max_tokens", "max_tokens of a request, where given.", LENGTHS)
+        self._most_tokens = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest completion.", LENGTHS
+        )
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a finished request.", LENGTHS)
         self._request_tokens = histogram(
             "request_generation_tokens", "Tokens generated for a finished request.", LENGTHS
@@ -160,7 +189,7 @@ class EngineMetrics(Collector):
         )
         self._step_tokens = histogram("iteration_tokens_total", "Tokens in one engine step.", STEP_TOKENS)
 
-        self._all = [item for item in vars(self).values() if isinstance(item, counter | gauge | histogram)]
+        self._all = [item for item in vars(self).values() if isinstance(item, counter | gauge | histogram | _Info)]
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
@@ -183,12 +212,6 @@ class EngineMetrics(Collector):
         """A request left the waiting queue for the first time (not when it resumes after preemption)."""
         self._queue.observe(queue_seconds)
         self._prompt_tokens.add(prompt_tokens)
-
-    @_guarded
-    def prefix_cache(self, queried: int, hit: int) -> None:
-        """A sequence was admitted with ``queried`` prompt tokens, of which ``hit`` were known."""
-        self._prefix_queries.add(queried)
-        self._prefix_hits.add(hit)
 
     @_guarded
     def first_token(self, seconds: float) -> None:
@@ -214,17 +237,45 @@ class EngineMetrics(Collector):
         generated_tokens: int,
         seconds: float,
         *,
+        queue_seconds: float | None = None,
         first_token_seconds: float | None = None,
         preemptions: int = 0,
     ) -> None:
-        """A request ended, ``seconds`` after its arrival. ``first_token_seconds`` gives the time per later token."""
+        """A sequence ended, ``seconds`` after its arrival; it was admitted and got its first token (None: never) so
+        long after its arrival.
+        """
         self._success.add(1, reason)
         self._request_prompt.observe(prompt_tokens)
         self._request_tokens.observe(generated_tokens)
         self._latency.observe(seconds)
         self._request_preemptions.observe(preemptions)
+        if queue_seconds is not None:
+            self._inference.observe(seconds - queue_seconds)
+            if first_token_seconds is not None:
+                self._prefill.observe(first_token_seconds - queue_seconds)
+        if first_token_seconds is not None:
+            self._decode.observe(seconds - first_token_seconds)
         if first_token_seconds is not None and generated_tokens > 1:
             self._per_token.observe((seconds - first_token_seconds) / (generated_tokens - 1))
+
+    @_guarded
+    def request_finished(self, n: int, max_tokens: int | None, most_tokens: int) -> None:
+        """All ``n`` sequences of a request have ended; the longest has ``most_tokens`` generated tokens."""
+        self._params_n.observe(n)
+        self._most_tokens.observe(most_tokens)
+        if max_tokens is not None:
+            self._params_max.observe(max_tokens)
+
+    @_guarded
+    def prefix_lookup(self, queries: int, hits: int) -> None:
+        """A prompt of ``queries`` tokens was looked up in the prefix cache, which had the first ``hits`` of them."""
+        self._prefix_queries.add(queries)
+        self._prefix_hits.add(hits)
+
+    @_guarded
+    def cache_config(self, **facts: object) -> None:
+        """What the KV cache is like, for ``cache_config_info``."""
+        self._cache_config.facts = {name: str(value) for name, value in facts.items()}
 
     @_guarded
     def preempted(self, n: int = 1) -> None:
@@ -233,7 +284,7 @@ class EngineMetrics(Collector):
 
     @_guarded
     def rejected(self, reason: str = "queue_full") -> None:
-        """A request was refused before it was queued."""
+        """A request was refused before it was queued, or (``deadline``) ended because it took too long."""
         self._rejections.add(1, reason)
 
     @_guarded

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 import typing
@@ -67,6 +68,21 @@ def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
     return {names[dest]: value for dest, value in vars(arguments).items() if dest in names}
 
 
+def as_flags(message: str, *kinds: type) -> str:
+    """``message``, with the kinds' fields spelled as on the command line: ``max_num_seqs must`` as ``--max-num-seqs``.
+
+    A field of one word is only known as such at the beginning; no field is sought in paths and quotes.
+    """
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+    def spell(match: re.Match[str]) -> str:
+        name = match[0]
+        known = name in names and ("_" in name or match.start() == 0)
+        return "--" + name.replace("_", "-") if known else name
+
+    return re.sub(r"(?<![\w./\\'\"-])[a-z_]+(?![\w./\\'\"-])", spell, message)
+
+
 def _dest(kind: type, name: str) -> str:
     return f"{kind.__name__}.{name}"
 
@@ -86,6 +102,8 @@ def _how(hint: Any) -> dict[str, Any]:
     ]
     for option in choices:
         origin = typing.get_origin(option)
+        if dataclasses.is_dataclass(option):
+            return {"type": functools.partial(_dataclass, option), "metavar": "JSON"}
         if origin is Mapping:
             return {"type": _json_object, "metavar": "JSON"}
         if origin in (Sequence, tuple):
@@ -113,6 +131,17 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def _dataclass(kind: Any, text: str) -> Any:
+    fields = _json_object(text)
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := set(fields) - set(known):
+        raise argparse.ArgumentTypeError(f"unknown field {min(unknown)!r}; known: {', '.join(known)}")
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @functools.cache

@@ -43,7 +43,9 @@ class SequenceOutput:
     def __post_init__(self) -> None:
         params = self.seq.params
         if self.tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(self.tokenizer, self.seq.prompt, params.skip_special_tokens)
+            self._detokenizer = IncrementalDetokenizer(
+                self.tokenizer, self.seq.prompt, params.skip_special_tokens, params.keep_special_ids
+            )
             if params.stop:
                 self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
 
@@ -57,9 +59,9 @@ class SequenceOutput:
         stop: int | str | None = None
         if token in params.stop_token_ids:
             reason, stop = "stop", token
-        elif token in self.eos_ids and not params.ignore_eos:
+        elif token in self.eos_ids and (not params.ignore_eos or seq.constraint is not None):
             reason = "stop"
-        elif len(seq) >= seq.limit:
+        elif len(seq) >= seq.limit and seq.constraint is None:  # else it may be whole: the next mask tells
             reason = "length"
         hidden = reason == "stop" and not (stop is not None and params.include_stop_str_in_output)
         text, matched = self._text((token,) if not hidden else (), reason is not None)
@@ -81,7 +83,7 @@ class SequenceOutput:
         return text, matched
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
-        """The last delta of a sequence that is ended from outside (aborted, or failed): the text held back so far."""
+        """The last delta of a sequence that no token ends (abort, failure, a complete grammar): the text held back."""
         text, _ = self._text((), True)
         return self._delta((), text, None, reason, None, error)
 

@@ -156,6 +156,10 @@ class ProgramSet:
             for records in SIZES:
                 yield from self.transfers(records)
         yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
+        for rows in self.buckets.masks:
+            words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
+            args = (state.allowed, self.array((rows,), jnp.int32), words)
+            yield self._program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
 
     @property
     def record_shape(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The start-up report: what runs, how, and why; phases with seconds. One table in the log, one dict over HTTP."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ from rich.table import Table
 
 
 class Report:
-    """Facts by section, in the order they were added, and the phases of the start."""
+    """Facts by section, in the order they were added, and the phases of the start; ``on_phase`` hears them begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+        self._on_phase = on_phase
         self.begun = time.perf_counter()
         self.sections: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, float] = {}
@@ -24,6 +25,8 @@ class Report:
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the start; phases in different threads may overlap."""
         begun = time.perf_counter()
+        if self._on_phase is not None:
+            self._on_phase(name)
         try:
             yield
         finally:

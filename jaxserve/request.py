@@ -98,9 +98,7 @@ class StructuredOutputs:
     """A context-free grammar in llguidance's dialect of Lark."""
 
     def __post_init__(self) -> None:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
-        if self.json is False:
-            given.append("json")
+        given = self._given()
         if len(given) != 1:
             names = " and ".join(given) or "none"
             message = f"structured_outputs needs exactly one of json, json_object, regex, choice, grammar; got {names}"
@@ -115,6 +113,16 @@ class StructuredOutputs:
                 message = "structured_outputs.choice must be a list of strings that are not empty"
                 raise RequestError(message, param="structured_outputs.choice")
             object.__setattr__(self, "choice", tuple(choice))
+
+    def _given(self) -> list[str]:
+        empty = {"json": (None,), "json_object": (None, False)}
+        names = [each.name for each in dataclasses.fields(self)]
+        return [name for name in names if not any(getattr(self, name) is no for no in empty.get(name, (None,)))]
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return self._given()[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +162,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    keep_special_ids: Sequence[int] = ()
+    """Special tokens that stay in the text where the others are skipped."""
     logprobs: int | None = None
     """Alternatives to list beside the chosen token's log-probability; 0 lists the chosen one alone."""
     prompt_logprobs: int | None = None
@@ -161,6 +171,8 @@ class SamplingParams:
     echo: bool = False
     """Put the prompt before the completion, in the text and in the token ids."""
     structured_outputs: StructuredOutputs | None = None
+    """The language the completion must belong to, such as {"choice": ["yes", "no"]}; one of json (a schema),
+    json_object, regex, choice, grammar (Lark)."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -192,14 +204,27 @@ class SamplingParams:
                 raise RequestError(message, param="min_tokens")
         put("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        put("keep_special_ids", _token_ids("keep_special_ids", self.keep_special_ids))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+        self._check_structured()
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise RequestError("max_tokens 0 asks for nothing: set echo or prompt_logprobs", param="max_tokens")
+
+    def _check_structured(self) -> None:
+        wish: object = self.structured_outputs
+        if wish is None:
+            return
+        if not isinstance(wish, StructuredOutputs):
+            message = f"structured_outputs must be StructuredOutputs, not {type(wish).__name__}"
+            raise RequestError(message, param="structured_outputs")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise RequestError(f"{name} does not go with structured_outputs", param=name)
 
     @property
     def greedy(self) -> bool:
@@ -216,6 +241,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.bad_words
             or self.min_tokens
+            or self.structured_outputs is not None
         )
 
     def check(self, vocab_size: int) -> None:

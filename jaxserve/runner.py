@@ -78,13 +78,11 @@ class Runner:
         run, state, bucket = self.compiled, self.state, batch.bucket
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
-        for spill in batch.spills:
-            spill.block.data = run[f"spill {len(spill.pages)}"](state.kv, np.array(spill.pages, np.int32))
-        for restore in batch.restores:
-            pages = np.array(restore.pages, np.int32)
-            state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
-        for pairs in batch.copies:
-            state.kv = run["copy"](state.kv, pairs)
+        if len(batch.mask_slots):
+            masks = run[f"masks {len(batch.mask_slots)}"]
+            allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
+            state.slots = state.slots._replace(allowed=allowed)
+        self._move(batch)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         for call, weights, where in self.calls[bucket]:
             state.kv[where], x = call(weights, state.kv[where], x, ctx)
@@ -92,6 +90,17 @@ class Runner:
         if batch.sampled:
             tokens, logprobs = self._sample(batch, x)
         return InFlight(batch, tokens, logprobs, [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows])
+
+    def _move(self, batch: StepBatch) -> None:
+        """Pages to the host, from the host, and from one to another, in this order."""
+        run, state = self.compiled, self.state
+        for spill in batch.spills:
+            spill.block.data = run[f"spill {len(spill.pages)}"](state.kv, np.array(spill.pages, np.int32))
+        for restore in batch.restores:
+            pages = np.array(restore.pages, np.int32)
+            state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
+        for pairs in batch.copies:
+            state.kv = run["copy"](state.kv, pairs)
 
     def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)

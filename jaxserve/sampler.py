@@ -74,8 +74,13 @@ def slot_state_shapes(slots: int, vocab: int) -> SlotState:
 
 
 def set_slot(state: SlotState, slot: jax.Array, row: SlotState) -> SlotState:
-    """Replace one slot's state (a sequence that shapes its logits has been admitted, or its masks have changed)."""
+    """Replace one slot's state (a sequence that shapes its logits has been admitted)."""
     return SlotState(*(array.at[slot].set(new) for array, new in zip(state, row, strict=True)))
+
+
+def set_masks(allowed: jax.Array, slots: jax.Array, words: jax.Array) -> jax.Array:
+    """Replace ``allowed`` of some slots ``[M]`` by ``words [M, ceil(V / 32)]``; padding rows name the dump."""
+    return allowed.at[slots].set(words)
 
 
 def greedy(logits: jax.Array) -> jax.Array:

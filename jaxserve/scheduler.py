@@ -81,8 +81,8 @@ class Scheduler:
             if seq.status is not Status.RUNNING or seq.prefilling:
                 continue
             planned = len(seq) + seq.pending
-            if planned >= seq.limit or (seq.pending and seq.host_driven):
-                continue  # it ends when collected, or waits for its own last token
+            if planned >= seq.limit or (seq.pending and seq.host_driven) or seq.awaits_mask:
+                continue  # it ends when collected, or waits for its own last token, or for what may follow that
             if self._grow(seq, planned):
                 chosen.append(seq)
         return chosen
@@ -134,6 +134,8 @@ class Scheduler:
         for seq in list(islice(self.waiting, LOOK_AHEAD)):
             if not (left and self.free_slots):
                 break
+            if seq.awaits_mask:
+                continue
             hit = self._match(seq)
             if hit is None:
                 continue

@@ -4,6 +4,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from jaxserve.constraint import Constraint
 from jaxserve.host_tier import Restore, Spill
 from jaxserve.prefix_cache import Chain
 from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
@@ -33,6 +34,8 @@ class Sequence:
     """Most tokens, prompt and output."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token sequences that ``params.bad_words`` stand for."""
+    constraint: Constraint | None = None
+    """Where it stands in the language of ``params.structured_outputs``."""
     priority: int = 0
     chain: Chain | None = None
     """The keys of its pages; None where nothing of it is reused."""
@@ -52,6 +55,7 @@ class Sequence:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -76,7 +80,12 @@ class Sequence:
     @property
     def host_driven(self) -> bool:
         """True where the next token's bans depend on the last token, so that steps cannot run ahead of the host."""
-        return bool(self.params.bad_words)
+        return bool(self.params.bad_words) or self.constraint is not None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """True while the mask of its next token is being computed: it can choose no token."""
+        return self.constraint is not None and self.constraint.mask is None
 
     @property
     def text(self) -> list[int]:

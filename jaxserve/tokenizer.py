@@ -149,6 +149,10 @@ class Tokenizer:
         size = len(table)
         return b"".join([table[i] for i in ids if 0 <= i < size])
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that the vocabulary spells ``token``, added ones too; None where there is none."""
+        return self._backend.token_to_id(token)
+
     def token_bytes(self, id: int) -> bytes:
         """What one token adds to the text; empty where there is no such token."""
         return self._table[id] if 0 <= id < self.vocab_size else b""
@@ -156,6 +160,11 @@ class Tokenizer:
     def token_str(self, id: int) -> str:
         """One token alone as text, special ones too; U+FFFD where it is part of a character."""
         return self.token_bytes(id).decode(errors="replace")
+
+    @property
+    def tool_template(self) -> str | None:
+        """Source of the template for conversations with tools."""
+        return self._templates.get("tool_use", self.chat_template)
 
     def apply_chat_template(
         self,
@@ -174,7 +183,7 @@ class Tokenizer:
         """
         source = chat_template
         if source is None:
-            source = self._templates.get("tool_use", self.chat_template) if tools else self.chat_template
+            source = self.tool_template if tools else self.chat_template
         if source is None:
             names = ", ".join(self._templates)
             hint = f" (only named ones: {names})" if names else ""

@@ -10,11 +10,18 @@ from jaxserve.request import EngineDeadError, QueueFullError, RequestError
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE = 800
-"""Characters of a message that are sent; the input may be quoted in it, and the input may be megabytes."""
+MAX_MESSAGE = 480
+"""Characters of a message that are sent; the input may be quoted in it, and the input may be megabytes. A character is
+at most twelve bytes of JSON, so that a body stays below 8 KiB."""
 MAX_PARAM = 120
 
-TYPES = {401: "authentication_error", 500: "server_error", 503: "service_unavailable_error"}
+TYPES = {
+    401: "authentication_error",
+    408: "timeout_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 """Error types by status; all others are the client's: ``invalid_request_error``."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,15 +60,19 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         text = json.dumps(self.body())
-        return web.Response(status=self.status, text=text, content_type="application/json", headers=self.headers)
+        answer = web.Response(status=self.status, text=text, content_type="application/json", headers=self.headers)
+        if self.status in (408, 413):  # the rest of the body is not wanted
+            answer.force_close()
+        return answer
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, *, code: str) -> ApiError:
-    return ApiError(503, message, code=code, headers={"Retry-After": "1"})
+def unavailable(message: str, *, code: str, seconds: int = 1) -> ApiError:
+    """``seconds`` is when to try again."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(seconds)})
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -84,18 +95,3 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(error.status, (error.reason or "HTTP error").lower(), headers=headers)
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log says more", code="internal_error")
-
-
-@web.middleware
-async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every exception into an error object."""
-    try:
-        return await handler(request)
-    except web.HTTPNotFound:
-        return ApiError(404, f"no such path: {request.path}", code="not_found").response()
-    except web.HTTPMethodNotAllowed as error:
-        message = f"{request.method} is not allowed on {request.path}"
-        headers = {"Allow": ",".join(sorted(error.allowed_methods))}
-        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
-    except Exception as error:
-        return as_api_error(error).response()

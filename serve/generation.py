@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from aiohttp import web
 from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
 from serve.errors import ApiError, unavailable
 from serve.protocol.base import Body, load_json, validate
+from serve.record import CURRENT, Record
 from serve.state import Channel, State
 
 SUBMIT_SECONDS = 0.01
@@ -24,14 +26,32 @@ class PromptInput:
 
     ids: list[int]
     text: str | None = None
+    dropped: int = 0
+    """Tokens that ``truncate_prompt_tokens`` took from its beginning."""
 
 
 async def read_json(request: web.Request, state: State) -> dict[str, Any]:
-    """The body as a JSON object. Raises 413 before reading where the length says it is too large."""
-    if request.content_length is not None and request.content_length > state.options.max_body_bytes:
-        raise ApiError(413, f"the request body exceeds {state.options.max_body_bytes} bytes", code="request_too_large")
-    raw = await request.read()
+    """The body as a JSON object. Raises a 413 before reading where the length says it is too large, a 408 for one that
+    takes too long."""
+    raw = await _read(request, state.options.max_body_bytes, state.options.body_timeout)
     return await state.offload(len(raw) // 16, lambda: load_json(raw))
+
+
+async def _read(request: web.Request, most: int, seconds: float) -> bytes:
+    large = ApiError(413, f"the request body exceeds {most} bytes", code="request_too_large")
+    if request.content_length is not None and request.content_length > most:
+        raise large
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.content.iter_any():
+                size += len(piece)
+                if size > most:
+                    raise large
+                pieces.append(piece)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="body_timeout") from None
+    return b"".join(pieces)
 
 
 async def parse[B: Body](value: dict[str, Any], kind: type[B], state: State) -> B:
@@ -52,6 +72,8 @@ async def encode_prompts(
         return [PromptInput(ids) for ids in prompt]  # type: ignore[arg-type]
     texts: list[str] = [prompt] if isinstance(prompt, str) else prompt  # type: ignore[assignment]
     tokenizer = state.tokenizer
+    for text in texts:
+        state.check_text(text)
 
     def encode() -> list[PromptInput]:
         return [PromptInput(tokenizer.encode(text, add_special_tokens=add_special_tokens), text) for text in texts]
@@ -60,6 +82,21 @@ async def encode_prompts(
     if not all(item.ids for item in inputs):
         raise ApiError(400, "the prompt is empty: it comes to no token", param="prompt", code="empty_prompt")
     return inputs
+
+
+def truncate(prompt: PromptInput, keep: int | None, params: SamplingParams, state: State) -> PromptInput:
+    """The prompt's last ``keep`` tokens; all for None, and for -1 what leaves room for the output asked for."""
+    if keep == -1:
+        output = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        keep = max(1, state.llm.max_model_len - output)
+    if keep is None or keep >= len(prompt.ids):
+        return prompt
+    return PromptInput(prompt.ids[-keep:], None, len(prompt.ids) - keep)
+
+
+def truncation(prompts: Sequence[PromptInput], keep: int | None) -> dict[str, int]:
+    """What the answer says where ``truncate_prompt_tokens`` was given: how many tokens were dropped."""
+    return {} if keep is None else {"truncated_prompt_tokens": sum(prompt.dropped for prompt in prompts)}
 
 
 class Generation:
@@ -73,19 +110,29 @@ class Generation:
         self._state, self._prompts, self._params, self._priority = state, prompts, params, priority
         self._channel = Channel()
         self._open: dict[int, str] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._record = CURRENT.get() or Record("")
+        self._record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
 
     async def __aenter__(self) -> Self:
         self._state.channels.add(self._channel)
+        if seconds := self._state.options.request_timeout:
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self._expire, seconds)
         try:
             self._check_lengths()
             begun = time.perf_counter()
             for index, prompt in enumerate(self._prompts):
-                self._open[index] = self._state.llm.submit(
+                submit = partial(
+                    self._state.llm.submit,
                     prompt.ids,
                     self._params,
                     on_delta=self._state.poster(self._channel, index),
                     priority=self._priority,
                 )
+                # A grammar may take seconds to compile. Whoever goes away meanwhile leaves the request behind.
+                slow = self._params.structured_outputs is not None
+                left = self._state.llm.abort
+                self._open[index] = await self._state.in_thread(submit, undo=left) if slow else submit()
                 if time.perf_counter() - begun > SUBMIT_SECONDS:
                     await asyncio.sleep(0)
                     begun = time.perf_counter()
@@ -107,7 +154,15 @@ class Generation:
                 message = f"the prompt has {len(prompt.ids)} tokens, and the context holds {most}, prompt and output"
                 raise RequestError(message, param="prompt", code="context_length_exceeded")
 
+    def _expire(self, seconds: float) -> None:
+        self._state.count_rejection("deadline")
+        self._channel.fail(ApiError(504, f"the request took longer than {seconds:g} seconds", code="deadline_exceeded"))
+
     def _close(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._open:
+            self._record.reasons["abort"] = None
         self._state.channels.discard(self._channel)
         for request_id in self._open.values():
             self._state.llm.abort(request_id)
@@ -120,6 +175,9 @@ class Generation:
                 if (error := _failure(delta)) is not None:
                     yield items[:number]
                     raise error
+                self._record.completion_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._record.reasons[delta.finish_reason] = None
                 if delta.request_done:
                     self._open.pop(index, None)
             yield items

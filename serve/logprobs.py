@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.request import TokenLogprob
+from jaxserve.request import MAX_LOGPROBS, TokenLogprob
 from serve.state import State
 
 LOWEST = -9999.0
@@ -65,8 +65,10 @@ def chat_logprobs(entries: Sequence[TokenLogprob], most: int, state: State) -> d
     }
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob | None], state: State) -> list[dict[str, Any] | None]:
-    """For each prompt token (None for the first) ``{id: {logprob, rank, decoded_token}}``, the token itself first."""
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], state: State, most: int = MAX_LOGPROBS
+) -> list[dict[str, Any] | None]:
+    """For each prompt token but the first, ``{id: {logprob, rank, decoded_token}}`` of itself and ``most`` others."""
 
     def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": state.token_text(token)[0]}
@@ -77,7 +79,7 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], state: State) -> lis
             found.append(None)
             continue
         item = {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)}
-        for rank, (token, logprob) in enumerate(entry.top, 1):
+        for rank, (token, logprob) in enumerate(entry.top[:most], 1):
             item.setdefault(str(token), one(token, logprob, rank))
         found.append(item)
     return found

@@ -1,81 +1,151 @@
-"""The life of a server process: bind, serve, drain on the first signal, stop at once on the second."""
+"""The life of a server process: bind, listen, load, serve, drain on the first signal, stop at once on the second."""
 
 import asyncio
+import contextlib
 import logging
 import signal
-import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from serve.connection import Connection
 from serve.errors import unavailable
+from serve.listen import Bound, bind
 from serve.options import ServerOptions
 from serve.routes import create_app
 from serve.state import STATE, State
+from serve.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-ACCESS_FORMAT = '%a "%r" %s %b bytes %Tf s'
+
+type Load = Callable[[Callable[[str], None]], Any]
+"""Makes the engine; it is given a function that takes the name of each phase of the start."""
 
 
-def bind(options: ServerOptions) -> socket.socket:
-    """A socket bound to host and port, so that a port in use is known before a model is loaded. Raises OSError."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((options.host, options.port))
-    except OSError as error:
-        bound.close()
-        raise OSError(error.errno, f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
-    return bound
+@dataclass(frozen=True)
+class Ended:
+    """How a server ended. ``clean``: its engine is closed, and nothing runs any more. Otherwise threads are left that
+    may never come back, and the process should not wait for them."""
+
+    status: int
+    clean: bool
 
 
-def run(llm: Any, options: ServerOptions | None = None, *, bound: socket.socket | None = None) -> int:
-    """Serve ``llm`` until a signal. Returns the exit status: 0 drained, 1 cut short or the engine died.
+def run(load: Load, options: ServerOptions | None = None, *, bound: Bound | None = None) -> Ended:
+    """Listen, load, and serve until a signal. Status 0: drained, or told to stop before it was ready; 1: cut short, or
+    the engine died.
 
-    ``bound`` comes from ``bind``; it is made here where absent. ``llm`` stays the caller's to close.
+    ``bound`` comes from ``bind``; it is made here where absent. Raises what ``load`` raises.
     """
     options = options or ServerOptions()
-    return asyncio.run(_serve(llm, options, bound or bind(options)))
+    with bound or bind(options) as door:
+        return asyncio.run(_serve(load, options, door))
 
 
-async def _serve(llm: Any, options: ServerOptions, bound: socket.socket) -> int:
-    app = create_app(llm, options)
+async def _serve(load: Load, options: ServerOptions, bound: Bound) -> Ended:
+    app = create_app(None, options)
     state = app[STATE]
-    runner = make_runner(app, options)
+    runner = make_runner(app)
     await runner.setup()
-    signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    handled = [signal.SIGTERM, signal.SIGINT]
+    for number in handled:
         loop.add_signal_handler(number, signals.put_nowait, number)
+    if options.api_key_file is not None or options.tls_cert is not None:
+        handled.append(signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, _reload, state, bound)
     try:
-        await web.SockSite(runner, bound, backlog=BACKLOG).start()
-        host, port = bound.getsockname()[:2]
-        log.info("serving %s on http://%s:%d", state.model_name, f"[{host}]" if ":" in host else host, port)
-        return await _until_stopped(state, signals)
+        server = await listen(runner, options, bound)
+        log.info("listening on %s", bound.url)
+        try:
+            return await _live(state, load, signals, bound)
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handled:
             loop.remove_signal_handler(number)
 
 
-def make_runner(app: web.Application, options: ServerOptions) -> web.AppRunner:
+def make_runner(app: web.Application) -> web.AppRunner:
     """The runner that ``create_app`` expects: handlers are cancelled when their client goes away."""
-    return web.AppRunner(
-        app,
-        handle_signals=False,
-        handler_cancellation=True,
-        shutdown_timeout=1.0,
-        access_log=logging.getLogger("serve.access") if options.access_log else None,
-        access_log_format=ACCESS_FORMAT,
-    )
+    return web.AppRunner(app, handle_signals=False, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
 
 
-async def _until_stopped(state: State, signals: asyncio.Queue[int]) -> int:
+async def listen(runner: web.AppRunner, options: ServerOptions, bound: Bound) -> asyncio.Server:
+    """Take connections for a runner that is set up; the caller closes the server before the runner."""
+    loop, server = asyncio.get_running_loop(), runner.server
+    assert server is not None, "the runner is not set up"
+    more: dict[str, Any] = {"backlog": BACKLOG}
+    if bound.tls is not None:
+        more |= {"ssl": bound.tls, "ssl_handshake_timeout": options.header_timeout}
+    make = loop.create_unix_server if bound.path is not None else loop.create_server
+    return await make(lambda: Connection(server, options, loop), sock=bound.socket, **more)
+
+
+def _reload(state: State, bound: Bound) -> None:
+    """Read keys and certificate again; what cannot be read stays as it was."""
+    try:
+        state.load_keys()
+        bound.load_certificate()
+    except ValueError as error:
+        log.error("SIGHUP: %s; going on as before", error)
+    else:
+        log.info("SIGHUP: keys and certificate read again")
+
+
+async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bound) -> Ended:
+    stop = asyncio.ensure_future(signals.get())
+    loaded = _in_thread(lambda: load(lambda phase: setattr(state, "phase", phase)))
+    await asyncio.wait((loaded, stop), return_when=asyncio.FIRST_COMPLETED)
+    if not loaded.done():
+        log.info("%s while the model was loading: stopping", signal.Signals(stop.result()).name)
+        return Ended(0, clean=False)
+    llm = await loaded
+    state.attach(llm)
+    llm.print_report()
+    log.info("serving %s on %s", state.model_name, bound.url)
+    with Watchdog(llm, state.options.watchdog_timeout):
+        status = await _until_stopped(state, stop, signals)
+    if status == 0:
+        await _in_thread(llm.close)
+    return Ended(status, clean=status == 0)
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+    """``call`` in a thread of its own, which the interpreter does not wait for at its end."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended: the process is leaving
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="jaxserve-load", daemon=True).start()
+    return done
+
+
+async def _until_stopped(state: State, first: "asyncio.Future[int]", signals: asyncio.Queue[int]) -> int:
     died = asyncio.ensure_future(state.engine_died.wait())
-    first = asyncio.ensure_future(signals.get())
     await asyncio.wait((died, first), return_when=asyncio.FIRST_COMPLETED)
     if died.done():
         first.cancel()

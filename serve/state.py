@@ -15,13 +15,21 @@ from aiohttp import web
 from jaxserve import __version__
 from jaxserve.request import Delta
 from serve.errors import ApiError, unavailable
+from serve.httpmetrics import HttpMetrics
 from serve.options import ServerOptions
+from serve.parsers.choose import choose_formats
 
 TOKENIZER_THREADS = 2
+SLOW_THREADS = 2
+"""Grammars are compiled there."""
 INLINE_CHARACTERS = 4096
 """Texts up to this length are tokenized (or parsed) on the event loop: a hop to a thread would cost more."""
 WATCH_SECONDS = 0.5
 """How often the engine is asked whether it still lives."""
+MAX_BACKLOG = 16_384
+"""Most deltas that wait for a handler whose client does not read."""
+SHRINK = 4
+"""Normalizers may make a text shorter before it is cut into tokens (composed accents), by no more than this."""
 
 
 class Channel:
@@ -33,7 +41,11 @@ class Channel:
         self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, prompt: int, delta: Delta) -> None:
+        if self._error is not None:
+            return
         self._items.append((prompt, delta))
+        if len(self._items) > MAX_BACKLOG:
+            self.fail(ApiError(408, "the client reads too slowly", code="slow_client"))
         self._wake()
 
     def fail(self, error: ApiError) -> None:
@@ -85,31 +97,79 @@ class Mailbox:
 
 
 class State:
-    """One server over one engine. Lives on the event loop of its application."""
+    """One server over one engine, which comes later where the server listens before the model is loaded.
+
+    Lives on the event loop of its application.
+    """
 
     def __init__(self, llm: Any, options: ServerOptions):
-        self.llm, self.options = llm, options
-        self.model_name: str = llm.config.served_name or llm.config.model
+        self.options = options
         self.version = __version__
         self.created = int(time.time())
+        self.model_name = ""
+        self.phase = "starting"
+        """What the start is at."""
         self.draining = False
+        self.http = HttpMetrics()
         self.engine_died = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
         self.channels: set[Channel] = set()
-        self.key_digests = [hashlib.sha256(key.encode()).digest() for key in options.api_key]
+        self.load_keys()
         self._active = 0
+        self._llm: Any = None
+        self._watcher: asyncio.Task[None] | None = None
         self._mailbox: Mailbox | None = None
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "jaxserve-tokenize")
+        self._slow_pool = ThreadPoolExecutor(SLOW_THREADS, "jaxserve-slow")
         self._token_texts: dict[int, tuple[str, bytes]] = {}
+        if llm is not None:
+            self.attach(llm)
+
+    def attach(self, llm: Any) -> None:
+        """The engine is ready."""
+        self._llm = llm
+        self.model_name = llm.config.served_name or llm.config.model
+        self.longest_text = _longest_text(llm)
+        self.formats = choose_formats(llm.tokenizer, self.options.tool_parser, self.options.reasoning_parser)
+        if self._mailbox is not None:
+            self._watcher = asyncio.create_task(self._watch())
+
+    @property
+    def llm(self) -> Any:
+        """The engine. Raises a 503 while it loads."""
+        if self._llm is None:
+            raise unavailable(f"the model is still loading ({self.phase})", code="loading", seconds=5)
+        return self._llm
+
+    @property
+    def loaded(self) -> bool:
+        return self._llm is not None
+
+    @property
+    def active(self) -> int:
+        """Requests in flight that cost something."""
+        return self._active
+
+    def load_keys(self) -> None:
+        """Take over the API keys, those of the file read anew. Raises ValueError, and keeps what there was."""
+        self.key_digests = [hashlib.sha256(key.encode()).digest() for key in self.options.all_keys()]
+
+    def count_rejection(self, reason: str) -> None:
+        """Count a request that was refused before the engine saw it."""
+        if self._llm is not None:
+            self._llm.count_rejection(reason)
 
     async def lifespan(self, app: web.Application) -> Any:
         """For ``Application.cleanup_ctx``."""
         self._mailbox = Mailbox(asyncio.get_running_loop())
-        watch = asyncio.create_task(self._watch())
+        if self._llm is not None:
+            self._watcher = asyncio.create_task(self._watch())
         yield
-        watch.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._slow_pool.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
         while self.llm.health().alive:
@@ -124,9 +184,10 @@ class State:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Around every request that costs something: refused while draining, waited for at shutdown."""
+        """Around every request that costs something: refused while loading or draining, waited for at shutdown."""
         if self.draining:
             raise unavailable("the server is shutting down", code="shutting_down")
+        _ = self.llm  # raises while it loads
         self._active += 1
         self.idle.clear()
         try:
@@ -147,9 +208,22 @@ class State:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
+    async def in_thread[T](self, function: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+        """Run ``function``, which may take seconds, beside the loop, and beside what ``offload`` runs.
+
+        Where whoever waits is cancelled, its result goes to ``undo`` instead.
+        """
+        work = self._slow_pool.submit(function)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if not work.cancel():
+                work.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+            raise
+
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served here; None means whatever is served."""
-        if name is not None and name != self.model_name:
+        if self.loaded and name is not None and name != self.model_name:
             message = f"the model {name[:200]!r} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -160,6 +234,13 @@ class State:
             raise ApiError(400, "this model came without a tokenizer: send and expect token ids", code="no_tokenizer")
         return self.llm.tokenizer
 
+    def check_text(self, text: str, param: str = "prompt") -> None:
+        """Refuse a text that cannot possibly fit before it costs the time to tokenize it. Raises a 400."""
+        if len(text) > self.longest_text:
+            most = self.llm.max_model_len
+            message = f"the prompt has {len(text)} characters, too many for a context of {most} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
     def token_text(self, token: int) -> tuple[str, bytes]:
         """Text and bytes of one token, remembered."""
         if token not in self._token_texts:
@@ -167,6 +248,15 @@ class State:
                 return f"token_id:{token}", b""
             self._token_texts[token] = (self.llm.tokenizer.token_str(token), self.llm.tokenizer.token_bytes(token))
         return self._token_texts[token]
+
+
+def _longest_text(llm: Any) -> float:
+    """Characters beyond which no text fits the context: a character is a byte at least, and tokens have so many."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None or getattr(tokenizer, "kind", "bytes") == "other":
+        return float("inf")
+    longest = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1)
+    return llm.max_model_len * max(1, longest) * SHRINK
 
 
 STATE = web.AppKey("state", State)

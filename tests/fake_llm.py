@@ -1,6 +1,7 @@
 """A stand-in for ``jaxserve.LLM``: the same surface, bytes for tokens, and an answer that a script says."""
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -25,6 +26,10 @@ class ByteTokenizer:
 
     def __init__(self, *, add_bos: bool = False):
         self.add_bos = add_bos
+
+    @property
+    def tool_template(self) -> str:
+        return self.chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special_tokens) + list(text.encode())
@@ -71,7 +76,8 @@ class Job:
 class FakeLLM:
     """Answers every prompt with ``answer``, a byte a step, until ``max_tokens`` or its end (anew with ``ignore_eos``).
 
-    ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most_waiting`` refuses more.
+    ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most`` refuses more;
+    ``worse`` makes completion i less likely, by ``i % 3`` a token.
     """
 
     answer: str = "Hello, wörld! 😀"
@@ -80,6 +86,7 @@ class FakeLLM:
     most: int = 1000
     explode_at: int | None = None
     add_bos: bool = False
+    worse: bool = False
     tokenizer: ByteTokenizer | None = None
     aborted: list[str] = field(default_factory=list)
     submitted: list[Job] = field(default_factory=list)
@@ -117,6 +124,11 @@ class FakeLLM:
         self._inbox.put(job)
         return job.id
 
+    def check_structured_outputs(self, wish) -> None:
+        """Refuses schemas that hold "not"; enforces nothing."""
+        if "not" in json.dumps(wish.json):
+            raise RequestError('structured_outputs.json: at /: keyword "not"', param="structured_outputs.json")
+
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         if (job := self._jobs.get(request_id)) is not None:
@@ -128,6 +140,12 @@ class FakeLLM:
 
     def report(self) -> dict:
         return {"model": "tiny"}
+
+    def print_report(self) -> None:
+        pass
+
+    def count_rejection(self, reason: str) -> None:
+        self._metrics.rejected(reason)
 
     def close(self) -> None:
         self._inbox.put(None)
@@ -183,7 +201,7 @@ class FakeLLM:
         for index in range(params.n):
             logprobs = prompt_logprobs = None
             if params.logprobs is not None:
-                logprobs = tuple(_logprob(t, params.logprobs) for t in token)
+                logprobs = tuple(_logprob(t, params.logprobs, index % 3 * self.worse) for t in token)
             if params.prompt_logprobs is not None and first and index == 0:
                 prompt_logprobs = (None, *(_logprob(t, params.prompt_logprobs) for t in job.prompt[1:]))
             last = reason is not None and index == params.n - 1
@@ -206,5 +224,5 @@ def _whole(data: bytes) -> str:
     return ""
 
 
-def _logprob(token: int, top: int) -> TokenLogprob:
-    return TokenLogprob(token, -0.25, 1, tuple(((token + i) % 256, -0.25 - i) for i in range(top)))
+def _logprob(token: int, top: int, worse: int = 0) -> TokenLogprob:
+    return TokenLogprob(token, -0.25 - worse, 1, tuple(((token + i) % 256, -0.25 - i) for i in range(top)))

@@ -10,9 +10,8 @@ from typing import Any
 
 import aiohttp
 import openai
-from aiohttp import web
 
-from serve import ServerOptions, bind, create_app, make_runner
+from serve import ServerOptions, bind, create_app, listen, make_runner
 from serve.state import STATE
 from tests.fake_llm import FakeLLM
 
@@ -22,9 +21,9 @@ class Server:
 
     def __init__(self, llm: Any, **options):
         self.llm = llm
-        self.options = ServerOptions(port=0, access_log=False, **options)
-        self._bound = bind(self.options)
-        self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
+        self.options = ServerOptions(**{"port": 0, "access_log": "off"} | options)
+        self.bound = bind(self.options)
+        self.url = self.bound.url
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -40,12 +39,14 @@ class Server:
     async def _main(self) -> None:
         app = create_app(self.llm, self.options)
         self.state = app[STATE]
-        runner = make_runner(app, self.options)
+        runner = make_runner(app)
         await runner.setup()
-        await web.SockSite(runner, self._bound).start()
+        server = await listen(runner, self.options, self.bound)
         self._ready.set()
         await self._stop.wait()
+        server.close()
         await runner.cleanup()
+        self.bound.close()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

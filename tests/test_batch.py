@@ -17,8 +17,9 @@ from jaxserve.batch import (
     split_ints,
 )
 from jaxserve.buckets import Buckets
+from jaxserve.constraint import Constraint, Mask
 from jaxserve.pages import PagePool
-from jaxserve.request import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.request import MAX_LOGIT_BIAS, SamplingParams, StructuredOutputs
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence, StepPlan
 
@@ -57,7 +58,23 @@ def random_params(rng: random.Random) -> SamplingParams:
         "prompt_logprobs": 1,
         "bad_words": ["x"],
     }
-    return SamplingParams(**options, **{k: extras[k] for k in rng.sample(sorted(extras), rng.randrange(4))})
+    chosen = {k: extras[k] for k in rng.sample(sorted(extras), rng.randrange(4))}
+    if not chosen.keys() & {"allowed_token_ids", "bad_words"} and rng.random() < 0.3:
+        chosen["structured_outputs"] = StructuredOutputs(json_object=True)
+    return SamplingParams(**options, **chosen)
+
+
+class NoMatcher:
+    """The tests put masks in themselves."""
+
+    def advance(self, token: int) -> Mask:
+        raise AssertionError("nobody advances it")
+
+
+def random_mask(rng: random.Random) -> Mask:
+    """Some of the tokens; now and then only those that ``min_tokens`` holds back."""
+    few = [EOS, 11] if rng.random() < 0.2 else rng.sample(range(VOCAB), 9)
+    return Mask(pack_bits(np.isin(np.arange(VOCAB), few)))
 
 
 def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, StepBatch, list[Sequence]]]:
@@ -74,7 +91,10 @@ def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, St
         bad = ((20,), (21, 22)) if params.bad_words else ()
         limit = min(LONGEST, len(prompt) + rng.randrange(1, 50))
         seed = rng.randrange(-(2**63), 2**63) & (2**64 - 1)
-        scheduler.add(Sequence(f"r{arrival}", 0, prompt, params, seed, limit, bad, arrival=arrival))
+        seq = Sequence(f"r{arrival}", 0, prompt, params, seed, limit, bad, arrival=arrival)
+        if params.structured_outputs is not None:
+            seq.constraint = Constraint(NoMatcher(), random_mask(rng))
+        scheduler.add(seq)
     seen: dict[int, tuple[Sequence, int]] = {}
     while not scheduler.idle or flight:
         plan = scheduler.schedule()
@@ -88,6 +108,8 @@ def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, St
             for seq in done.sampled:
                 if not seq.finished:
                     seq.output.append(rng.choice([20, 21, 22, rng.randrange(VOCAB)]))
+                    if seq.constraint is not None:
+                        seq.constraint.mask = random_mask(rng)
                     if len(seq) >= seq.limit:
                         scheduler.finish(seq, "length")
             scheduler.collected(done)
@@ -156,7 +178,7 @@ def test_sampling_rows_carry_their_sequences_parameters(seed: int, depth: int, p
                 "presence": np.float32(params.presence_penalty),
                 "frequency": np.float32(params.frequency_penalty),
                 "repetition": np.float32(params.repetition_penalty),
-                "hold_until": len(seq.prompt) + params.min_tokens,
+                "hold_until": 0 if seq.constraint else len(seq.prompt) + params.min_tokens,
             }
             assert {name: column(batch, name)[i] for name in wanted} == wanted
         assert (column(batch, "slot")[batch.sampled :] == SLOTS).all(), "padding rows store their token in the dump"
@@ -170,12 +192,12 @@ def test_sampling_rows_carry_their_sequences_parameters(seed: int, depth: int, p
 
 
 @CASES
-def test_slot_states_go_up_once_an_admission_and_again_where_bans_move(seed: int, depth: int, pages: int) -> None:
+def test_slot_states_go_up_once_an_admission(seed: int, depth: int, pages: int) -> None:
     words = np.arange(VOCAB)
     for plan, batch, fresh in steps(seed, depth, pages):
         sent = dict(batch.slot_rows)
         shaping = [s for s in plan.sequences if s.params.shapes_logits]
-        assert set(sent) == {s.slot for s in shaping if s in fresh or s.params.bad_words}
+        assert set(sent) == {s.slot for s in shaping if s in fresh}
         for seq in shaping:
             if seq.slot not in sent:
                 continue
@@ -184,15 +206,38 @@ def test_slot_states_go_up_once_an_admission_and_again_where_bans_move(seed: int
             expected = np.array([known.count(v) + PROMPT_BIT * (v in seq.prompt) for v in range(VOCAB)])
             assert (row.counts == expected).all()
             allowed = np.isin(words, params.allowed_token_ids) if params.allowed_token_ids else np.ones(VOCAB, bool)
-            if params.bad_words:
-                allowed[20] = False
-                allowed[22] &= not known or known[-1] != 21
             assert (row.allowed == pack_bits(allowed)).all()
             hold = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
             assert (row.hold == pack_bits(np.isin(words, list(hold)))).all()
             bias = {int(i): float(b) for i, b in zip(row.bias_ids, row.bias, strict=True) if i != VOCAB}
             assert bias == (params.logit_bias or {})
             assert len(row.bias) == MAX_LOGIT_BIAS
+
+
+@CASES
+def test_masks_go_up_with_every_token_that_depends_on_the_last(seed: int, depth: int, pages: int) -> None:
+    kinds = set()
+    for plan, batch, _ in steps(seed, depth, pages):
+        driven = [s for s in plan.sampled if s.params.bad_words or s.constraint]
+        assert batch.mask_slots[: len(driven)].tolist() == [s.slot for s in driven]
+        assert (batch.mask_slots[len(driven) :] == SLOTS).all(), "padding rows write to the dump"
+        assert len(batch.mask_slots) == len(batch.mask_words)
+        assert len(batch.mask_slots) in (0, *packer().buckets.masks)
+        assert bool(driven) == bool(len(batch.mask_slots)), "steps without such rows upload nothing"
+        for seq, words in zip(driven, batch.mask_words, strict=False):
+            found = {v for v in range(VOCAB) if words[v // 32] >> np.uint32(v % 32) & np.uint32(1)}
+            params = seq.params
+            if seq.constraint is not None:
+                mask = seq.constraint.mask.words
+                base = {v for v in range(VOCAB) if mask[v // 32] >> np.uint32(v % 32) & np.uint32(1)}
+                held = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+                banned = held if len(seq.output) < params.min_tokens else set()
+            else:
+                base = set(params.allowed_token_ids or range(VOCAB))
+                banned = {20} | ({22} if seq.output and seq.output[-1] == 21 else set())
+            assert found == (base - banned or base)
+            kinds.add((seq.constraint is not None, base - banned == set()))
+    assert kinds
 
 
 def test_the_tight_cases_preempt_those_who_shape_their_logits() -> None:

@@ -16,7 +16,7 @@ def samples(metrics: EngineMetrics) -> dict[tuple[str, tuple[tuple[str, str], ..
     found = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
-            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine")))
             found[sample.name, labels] = sample.value
     return found
 
@@ -32,8 +32,17 @@ def test_counts_come_back_in_the_printed_text():
     metrics.compiled_after_ready(2)
     metrics.rejected("queue_full")
     metrics.finished(
-        "length", prompt_tokens=11, generated_tokens=4, seconds=0.9, first_token_seconds=0.3, preemptions=1
+        "length",
+        prompt_tokens=11,
+        generated_tokens=4,
+        seconds=0.9,
+        queue_seconds=0.2,
+        first_token_seconds=0.3,
+        preemptions=1,
     )
+    metrics.request_finished(2, None, 4)
+    metrics.prefix_lookup(11, 8)
+    metrics.cache_config(block_size=32, num_gpu_blocks=100)
     found = samples(metrics)
     expected = {
         "jaxserve:num_requests_running": 1,
@@ -54,11 +63,21 @@ def test_counts_come_back_in_the_printed_text():
         "jaxserve:request_generation_tokens_sum": 4,
         "jaxserve:request_num_preemptions_sum": 1,
         "jaxserve:iteration_tokens_total_sum": 11,
+        "jaxserve:request_prefill_time_seconds_sum": pytest.approx(0.1),
+        "jaxserve:request_decode_time_seconds_sum": pytest.approx(0.6),
+        "jaxserve:request_inference_time_seconds_sum": pytest.approx(0.7),
+        "jaxserve:request_params_n_sum": 2,
+        "jaxserve:request_params_max_tokens_count": 0,
+        "jaxserve:request_max_num_generation_tokens_sum": 4,
+        "jaxserve:prefix_cache_queries_total": 11,
+        "jaxserve:prefix_cache_hits_total": 8,
     }
     assert {name: found[name, ()] for name in expected} == expected
     assert found["jaxserve:request_success_total", (("finished_reason", "length"),)] == 1
     assert found["jaxserve:request_success_total", (("finished_reason", "stop"),)] == 0
     assert found["jaxserve:admission_rejections_total", (("reason", "queue_full"),)] == 1
+    assert found["jaxserve:cache_config_info", (("block_size", "32"), ("num_gpu_blocks", "100"))] == 1
+    assert b'engine="0"' in generate_latest(metrics.registry)
     assert b'model_name="tiny"' in generate_latest(metrics.registry)
 
 
@@ -77,7 +96,7 @@ def test_histogram_buckets_are_cumulative_and_hold_their_bound():
 
 
 def test_prefix_and_two_engines_side_by_side():
-    one, two = EngineMetrics(prefix="vllm:"), EngineMetrics(prefix="vllm:")
+    one, two = EngineMetrics(prefix="vllm"), EngineMetrics(prefix="vllm")
     one.tokens(5)
     assert samples(one)["vllm:generation_tokens_total", ()] == 5
     assert samples(two)["vllm:generation_tokens_total", ()] == 0

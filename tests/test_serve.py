@@ -126,23 +126,78 @@ def test_every_form_of_prompt(server, prompt, ids):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}, {"max_tokens": 3}]
+    "fields",
+    [
+        {},
+        {"echo": True},
+        {"logprobs": 2},
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 2, "n": 3},
+        {"max_tokens": 3},
+        {"prompt_logprobs": 1},
+        {"echo": True, "logprobs": 3, "prompt_logprobs": 1, "n": 2, "prompt": ["ab", "cde"]},
+        {"n": 2, "best_of": 2},
+    ],
 )
 def test_a_stream_says_what_the_whole_answer_says(server, fields):
     fields = {"return_token_ids": True} | fields
     whole = complete(server, **fields)[1]
     chunks = events(complete(server, stream=True, stream_options={"include_usage": True}, **fields)[1])
     assert chunks.pop()["usage"] == whole["usage"]
-    pieces = [c["choices"][0] for c in chunks]
-    expected = whole["choices"][0]
-    assert "".join(p["text"] for p in pieces) == expected["text"]
-    assert [t for p in pieces for t in p["token_ids"]] == expected["token_ids"]
-    assert pieces[-1]["finish_reason"] == expected["finish_reason"]
-    if expected["logprobs"] is None:
-        assert all(p["logprobs"] is None for p in pieces)
-    else:
-        for key, values in expected["logprobs"].items():
-            assert [v for p in pieces if p["logprobs"] for v in p["logprobs"][key]] == values
+    assert len(whole["choices"]) == len({c["choices"][0]["index"] for c in chunks})
+    for expected in whole["choices"]:
+        pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+        assert "".join(p["text"] for p in pieces) == expected["text"]
+        assert [t for p in pieces for t in p["token_ids"]] == expected["token_ids"]
+        assert pieces[-1]["finish_reason"] == expected["finish_reason"]
+        assert pieces[0].get("prompt_logprobs") == expected.get("prompt_logprobs")
+        if expected["logprobs"] is None:
+            assert all(p["logprobs"] is None for p in pieces)
+        else:
+            for key, values in expected["logprobs"].items():
+                assert [v for p in pieces if p["logprobs"] for v in p["logprobs"][key]] == values
+
+
+def test_usage_so_far_stands_in_every_chunk_where_asked_for(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(complete(server, stream=True, stream_options=options)[1])
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(TEXT.encode())
+    assert chunks[0]["usage"]["total_tokens"] == chunks[0]["usage"]["prompt_tokens"] + counts[0]
+    del options["include_usage"]
+    chunks = events(complete(server, stream=True, stream_options=options)[1])
+    assert all(chunk["usage"] and chunk["choices"] for chunk in chunks)
+
+
+def test_best_of_picks_the_likeliest_and_counts_them_all():
+    """The fake gives completion i a log-probability of -0.25 - i % 3 a token: 0 and 3 are the best of five."""
+    with serving() as server:
+        server.llm.worse = True
+        answer = complete(server, n=2, best_of=5, logprobs=0, return_token_ids=True)[1]
+        assert [c["index"] for c in answer["choices"]] == [0, 1]
+        assert [set(c["logprobs"]["token_logprobs"]) for c in answer["choices"]] == [{-0.25}, {-0.25}]
+        assert answer["usage"]["completion_tokens"] == 5 * len(TEXT.encode())
+        answer = complete(server, n=4, best_of=5)[1]
+        assert all(c["logprobs"] is None for c in answer["choices"])
+        assert server.llm.submitted[-1].params.n == 5
+
+
+def test_truncation_keeps_the_end_and_says_so(server):
+    def ask(keep, **fields):
+        fields = {"prompt": "abcdef", "echo": True, "truncate_prompt_tokens": keep} | fields
+        status, answer, _ = complete(server, **fields)
+        assert status == 200, answer
+        return answer["choices"][0]["text"].removesuffix(TEXT), answer["truncated_prompt_tokens"]
+
+    assert ask(2) == ("ef", 4)
+    assert ask(6) == ("abcdef", 0)
+    assert ask(-1) == ("abcdef", 0)
+    assert ask(-1, prompt="x" * 510 + "yz", max_tokens=100) == ("x" * 410 + "yz", 100)
+    assert ask(1, prompt=["ab", "cde"]) == ("b", 3)
+    assert "truncated_prompt_tokens" not in complete(server)[1]
+    chunks = events(complete(server, prompt="abc", truncate_prompt_tokens=2, stream=True)[1])
+    assert {chunk["truncated_prompt_tokens"] for chunk in chunks} == {1}
 
 
 def test_completion_logprobs(server):
@@ -214,7 +269,7 @@ def test_every_sampling_field_reaches_the_engine(server):
     assert complete(server, priority=5, user="me", **fields)[0] == 200
     job = server.llm.submitted[-1]
     assert job.priority == 5
-    names = set(type(job.params).__dataclass_fields__) - {"echo"}
+    names = set(type(job.params).__dataclass_fields__) - {"echo", "structured_outputs", "keep_special_ids"}
     assert names == set(fields)
     expected = fields | {"logit_bias": {5: 1.5}}
     for name in ("allowed_token_ids", "bad_words", "stop", "stop_token_ids"):
@@ -253,6 +308,7 @@ def test_tokenize_and_detokenize(server):
         "tokens": [97, 195, 169],
         "token_strs": ["a", "\ufffd", "\ufffd"],
     }
+    assert server.send("/tokenize", {"prompt": "a", "messages": None})[1]["token_strs"] is None
     assert server.send("/detokenize", {"tokens": [97, 195, 169]})[1] == {"prompt": "aé"}
     status, answer, _ = server.send("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert bytes(answer["tokens"]).decode() == "<user>x<assistant>"

@@ -1,68 +1,77 @@
 """``/v1/chat/completions`` and ``/tokenize`` with messages."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, SkipValidation
+from pydantic import Field, PlainValidator, SkipValidation, Tag
 
 from serve.errors import bad_request
-from serve.protocol.base import Body, refuse
-from serve.protocol.sampling import SamplingFields
+from serve.protocol.base import BY_TYPE, Body, refuse
+from serve.protocol.messages import Message
+from serve.protocol.sampling import MAX_LOGPROBS, SamplingFields, said
 
 MAX_MESSAGES = 4096
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
-def _check_content(value: object) -> str | None:
-    """Message content: a string, or a list of text parts, which are joined by newlines."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of parts")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ValueError(f'[{index}] must be an object with a "type"')
-        if part["type"] != "text":
-            raise ValueError(f"[{index}]: parts of type {part['type'][:40]!r} are not supported; only text is")
-        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise ValueError(f'[{index}] must hold "type" and "text" (a string) and nothing else')
-        texts.append(part["text"])
-    return "\n".join(texts)
+class FunctionDefinition(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; without it the function takes no arguments."""
+    strict: bool | None = None
+    """Refuse the request where the schema cannot be enforced as a whole."""
 
 
-def _check_role(value: object) -> str:
-    if value == "tool" or value == "function":
-        raise ValueError(f"{value!r} is not supported: this server does not take tools")
-    if value not in ("system", "developer", "user", "assistant"):
-        raise ValueError("must be system, developer, user or assistant")
-    return "system" if value == "developer" else str(value)
+class ToolDefinition(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
-class Message(Body):
-    role: Annotated[str, PlainValidator(_check_role, json_schema_input_type=str)]
-    content: Annotated[str | None, PlainValidator(_check_content, json_schema_input_type=str | list[Any])] = None
-    name: str | None = None
-    tool_calls: SkipValidation[Any] = None
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+type ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<function>")], BY_TYPE
+]
 
 
 class ChatTemplateFields(Body):
     """What the chat template is given."""
 
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    """auto where there are tools; required and a function's name are enforced."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """For models whose template has a switch: none turns reasoning off, the others on."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def template_messages(self) -> list[dict[str, str]]:
+    def template_messages(self) -> list[dict[str, Any]]:
         """The messages as the template wants them. Raises ApiError that names the message at fault."""
         if not self.messages:
             raise bad_request("messages must not be empty", param="messages")
-        for index, message in enumerate(self.messages):
-            if message.tool_calls not in (None, []):
-                param = f"messages[{index}].tool_calls"
-                raise bad_request(f"{param} is not supported: this server does not take tools", param=param)
-            if message.content is None:
-                raise bad_request(f"messages[{index}].content is missing", param=f"messages[{index}].content")
-        return [m.model_dump(include={"role", "content", "name"}, exclude_none=True) for m in self.messages]
+        return [message.for_template(f"messages[{index}]") for index, message in enumerate(self.messages)]
+
+    def tool_definitions(self) -> list[dict[str, Any]]:
+        """The tools as the template wants them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def chosen_tool(self) -> str:
+        """none, auto, required, or a function's name."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            if choice.function.name in ("none", "auto", "required"):
+                raise bad_request("tool_choice names a function that is not among the tools", param="tool_choice")
+            return choice.function.name
+        return choice or "auto"
 
     def template_options(self) -> dict[str, Any]:
         """Keywords for ``Tokenizer.apply_chat_template``. Raises ApiError."""
@@ -71,38 +80,51 @@ class ChatTemplateFields(Body):
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise bad_request(message, param="continue_final_message")
         kwargs = self.chat_template_kwargs or {}
-        for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+        for name in _RESERVED:
             if name in kwargs:
                 raise bad_request(f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}")
         opening = not self.continue_final_message if opening is None else opening
         return kwargs | {"add_generation_prompt": opening, "continue_final_message": self.continue_final_message}
 
 
+def _metadata(value: object) -> object:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise ValueError("must be an object of strings")
+    return value
+
+
 class ChatRequest(ChatTemplateFields, SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, said(minimum=0)] = None
+    """The same as ``max_tokens``, which it replaces."""
     logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: SkipValidation[Any] = None
-    tool_choice: SkipValidation[Any] = None
+    top_logprobs: Annotated[int | None, said(minimum=0, maximum=MAX_LOGPROBS)] = None
     parallel_tool_calls: bool | None = None
+    """False allows one call only."""
+    metadata: Annotated[dict[str, str], PlainValidator(_metadata, json_schema_input_type=dict[str, str])] | None = None
+    """Accepted and not used, as are the next two."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: SkipValidation[Any] = None
+    service_tier: SkipValidation[Any] = None
+    modalities: SkipValidation[Any] = None
+    verbosity: SkipValidation[Any] = None
     functions: SkipValidation[Any] = None
     function_call: SkipValidation[Any] = None
-    response_format: SkipValidation[Any] = None
-    modalities: SkipValidation[Any] = None
-    reasoning_effort: SkipValidation[Any] = None
 
     def check(self) -> None:
         super().check()
+        if self.functions or self.function_call not in (None, "none", "auto"):
+            name = "functions" if self.functions else "function_call"
+            message = f"{name} is not supported: it was replaced by {'tools' if self.functions else 'tool_choice'}"
+            raise bad_request(message, param=name, code="unsupported_parameter")
         harmless = {
-            "tools": ([],),
-            "tool_choice": ("none", "auto"),
             "functions": ([],),
-            "function_call": ("none", "auto"),
-            "response_format": ({"type": "text"},),
+            "store": (False,),
+            "service_tier": ("auto", "default"),
             "modalities": (["text"],),
-            "reasoning_effort": (),
+            "verbosity": ("medium",),
         }
         refuse(self, harmless)
         if self.top_logprobs is not None and not self.logprobs:
@@ -113,5 +135,7 @@ class ChatRequest(ChatTemplateFields, SamplingFields):
 
 
 class TokenizeChatRequest(ChatTemplateFields):
+    """``POST /tokenize`` with a conversation."""
+
     model: str | None = None
     return_token_strs: bool = False

@@ -2,16 +2,23 @@
 
 from typing import Annotated, Any
 
-from pydantic import PlainValidator, SkipValidation
+from pydantic import Field, PlainValidator, WithJsonSchema
 
+from jaxserve.request import MAX_LOGPROBS, MAX_N
 from serve.errors import bad_request
 from serve.protocol.base import Body, refuse
-from serve.protocol.sampling import SamplingFields
+from serve.protocol.sampling import TOKEN_IDS, SamplingFields, said
 
 MAX_PROMPTS = 1024
 """Most prompts in one completion request."""
 
 type Prompt = str | list[str] | list[int] | list[list[int]]
+
+_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_SOME_IDS = TOKEN_IDS | {"minItems": 1}
+PROMPT_SCHEMA = {
+    "anyOf": [{"type": "string"}, _PROMPTS | {"items": {"type": "string"}}, _SOME_IDS, _PROMPTS | {"items": _SOME_IDS}]
+}
 
 
 def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
@@ -40,23 +47,29 @@ def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
-    max_tokens: int | None = 16
-    logprobs: int | None = None
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt), WithJsonSchema(PROMPT_SCHEMA)]
+    max_tokens: Annotated[int | None, said(minimum=0)] = 16
+    """null goes on to the end of the context, and so does a number beyond it; 0 needs echo or prompt_logprobs."""
+    logprobs: Annotated[int | None, said(minimum=0, maximum=MAX_LOGPROBS)] = None
     echo: bool = False
-    best_of: int | None = None
+    best_of: Annotated[int | None, said(minimum=1, maximum=MAX_N)] = None
+    """Make so many completions, and answer with the ``n`` of the highest log-probability a token."""
     add_special_tokens: bool = True
-    suffix: SkipValidation[Any] = None
+    suffix: Annotated[Any, WithJsonSchema({"const": ""})] = None
+    """Refused: no model here fills in."""
 
     def check(self) -> None:
         super().check()
         refuse(self, {"suffix": ("",)})
-        n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
-            order = "smaller" if self.best_of < n else "greater"
-            raise bad_request(f"best_of ({self.best_of}) {order} than n ({n}) is not supported", param="best_of")
-        if self.stream and self.echo and self.logprobs is not None and n > 1:
-            raise bad_request("echo with logprobs and n > 1 cannot be streamed", param="echo")
+        if self.best_of is not None:
+            n = 1 if self.n is None else self.n
+            if self.best_of < n:
+                raise bad_request(f"best_of ({self.best_of}) must not be smaller than n ({n})", param="best_of")
+            if self.stream and self.best_of > n:
+                message = (
+                    f"best_of ({self.best_of}) greater than n ({n}) cannot be streamed: the best is known at the end"
+                )
+                raise bad_request(message, param="best_of")
 
 
 class TokenizeRequest(Body):
@@ -69,6 +82,8 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[Annotated[int, said(minimum=0)]], Field(fail_fast=True)]
     skip_special_tokens: bool = False
