@@ -3,8 +3,10 @@
 Every step, running sequences decode first; what is left of the prompt budget goes to prompts already begun, then to new
 ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are;
 what the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
-When a running sequence needs a page and none is free, the one last in order is preempted: it gives everything back and
-is computed again later, its tokens kept. The first in order is never preempted, so something always progresses.
+When a running sequence needs a page and none is free, another is preempted: it gives everything back, and goes on later
+with what the prefix cache still has of it; the rest is computed again. Whoever is earlier in order is never preempted
+for one who is later, so the first always progresses; among the rest the lowest priority goes, and there whoever has been
+preempted least, and then came last. Coming back takes the more free pages the more often one has had to go.
 """
 
 import bisect
@@ -95,12 +97,17 @@ class Scheduler:
         while (pages := self.pool.take(need)) is None:
             if sum(len(s.pages) for s in self.leaving) + self.pool.free >= need:
                 return False  # enough comes back when the step in flight is collected
-            victim = self.running[-1]
+            victim = self._victim(seq)
             self._preempt(victim)
             if victim is seq:
                 return False
         seq.pages += pages
         return True
+
+    def _victim(self, needy: Sequence) -> Sequence:
+        """Who gives way: one after ``needy`` in order, or ``needy`` itself where there is none."""
+        later = self.running[self.running.index(needy) + 1 :] or [needy]
+        return min(later, key=lambda seq: (-seq.priority, seq.preemptions, -seq.arrival, -seq.index))
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -139,7 +146,8 @@ class Scheduler:
             hit = self._match(seq)
             if hit is None:
                 continue
-            reserve = len(self.running)  # a page for each to go on with, so that admission does not preempt at once
+            # Pages for those who run to go on with, so that admission does not preempt at once.
+            reserve = len(self.running) * 4 ** min(seq.preemptions, 8)
             need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
             if need + reserve > self.pool.free and not (self.running or self.leaving):
                 hit = self._without_copy(hit)

@@ -352,6 +352,24 @@ def test_who_is_preempted_goes_on_where_he_was(depth: int) -> None:
     assert recomputed > 2 * spilled
 
 
+@pytest.mark.parametrize("records", [0, 300])
+def test_nobody_is_preempted_again_and_again(records: int) -> None:
+    """Twelve texts of 200 tokens, each of a third of the memory: coming back takes more room every time."""
+    world = World(150, 4, 12, 8, 1, records=records)
+    seqs = world.run([Wish(10, 190) for _ in range(12)])
+    counts = sorted(seq.preemptions for seq in seqs)
+    assert world.scheduler.preemptions > 0
+    assert counts[-1] <= 4
+    assert counts[len(counts) * 3 // 4] <= 2
+
+
+def test_the_lowest_priority_gives_way() -> None:
+    world = World(20, 4, 4, 8, 1)
+    seqs = world.run([Wish(4, 60, priority=1), Wish(4, 60, priority=0), Wish(4, 60, priority=0), Wish(4, 20)])
+    assert seqs[0].preemptions > 0
+    assert seqs[1].preemptions == 0
+
+
 def test_who_comes_again_finds_what_was_said() -> None:
     world = World(pages=40, page_size=4, slots=1, blocks=8, depth=1)
     seqs = world.run([Wish(6, 8, topic=0), Wish(14, 3, topic=0), Wish(14, 3, topic=1)])
