@@ -152,8 +152,8 @@ class EngineMetrics(Collector):
         self._steps = counter("engine_steps", "Steps the engine has run.")
         reasons = ("stop", "length", "abort", "error")
         self._success = counter("request_success", "Finished requests.", "finished_reason", reasons)
-        reasons = ("queue_full", "too_long", "too_large", "draining", "deadline")
-        self._rejections = counter("admission_rejections", "Requests refused or given up.", "reason", reasons)
+        refusals = ("queue_full", "too_long", "too_large", "draining", "deadline")
+        self._rejections = counter("admission_rejections", "Requests refused or given up.", "reason", refusals)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._compilations = counter(

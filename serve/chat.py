@@ -55,18 +55,11 @@ def _asked(body: ChatTemplateFields) -> dict[str, Any]:
 
 
 def _conversation(body: ChatRequest) -> Conversation:
-    language = body.language()
-    field = "response_format"
-    if body.structured_outputs is not None and language is not None:
-        given = (f.name for f in dataclasses.fields(language) if getattr(language, f.name) not in (None, False))
-        field = f"structured_outputs.{next(given, 'json')}"
-    elif language is not None and language.json is not None:
-        field = "response_format.json_schema.schema"
     return Conversation(
         **_asked(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        structured_outputs=language,
-        structured_field=field,
+        structured_outputs=body.language(),
+        structured_field=body.language_field(),
     )
 
 

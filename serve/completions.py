@@ -25,6 +25,7 @@ from serve.protocol.answers import Completion, CompletionChunk, Error
 from serve.protocol.completions import CompletionRequest
 from serve.sse import Chunks, send_events
 from serve.state import STATE, State
+from serve.tools import named
 
 
 @api(Completion, body=CompletionRequest, events=CompletionChunk | Error, errors=RUN_ERRORS)
@@ -37,11 +38,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
         params = _params(body)
         prompts = await encode_prompts(body.prompt, state, add_special_tokens=body.add_special_tokens)
         prompts = [truncate(prompt, body.truncate_prompt_tokens, params, state) for prompt in prompts]
+        _check_room(len(prompts), params.n, state)
         answer = _Answer(state, body, prompts, params)
-        async with Generation(state, prompts, params, body.priority) as generation:
-            if body.stream:
-                return await send_events(request, answer.stream(generation))
-            return web.json_response(answer.whole(await generation.outputs()))
+        try:
+            async with Generation(state, prompts, params, body.priority) as generation:
+                if body.stream:
+                    return await send_events(request, answer.stream(generation))
+                return web.json_response(answer.whole(await generation.outputs()))
+        except RequestError as error:
+            if (error.param or "").startswith("structured_outputs"):
+                raise named(error, body.language_field()) from None
+            raise
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
@@ -64,6 +71,14 @@ def _params(body: CompletionRequest) -> SamplingParams:
         if error.param == "n" and body.best_of is not None:
             raise bad_request(f"best_of: {error}", param="best_of") from None
         raise
+
+
+def _check_room(prompts: int, n: int, state: State) -> None:
+    """Refuse what could never be queued as a whole: to try again later, as a full queue says, would not help."""
+    most = state.llm.config.max_queued_requests
+    if prompts * n > most:
+        message = f"prompt: {prompts} prompts with {n} completions each are more than the {most} that may wait"
+        raise bad_request(message, param="prompt", code="too_many_completions")
 
 
 def _mean(output: CompletionOutput) -> float:

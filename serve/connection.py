@@ -28,6 +28,7 @@ class Connection(web.RequestHandler):
             server,
             loop=loop,
             keepalive_timeout=options.keep_alive_timeout,
+            lingering_time=options.header_timeout,  # for the rest of a body that was refused
             access_log=None,  # type: ignore[arg-type]
             max_line_size=options.max_header_bytes,
             max_field_size=options.max_header_bytes,
@@ -117,5 +118,6 @@ class Connection(web.RequestHandler):
         """As usual, save that plain-text errors of the library become error objects."""
         if isinstance(resp, web.HTTPException):
             resp = as_api_error(resp).response()
+            resp.headers["X-Request-Id"] = request_id(None)
             resp.force_close()
         return await super().finish_response(request, resp, start_time)

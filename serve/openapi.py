@@ -133,6 +133,12 @@ def _content(kind: Any, schemas: list[tuple[Any, Any]]) -> dict[str, Any]:
     return {"application/json": {"schema": next(schema for known, schema in schemas if known == kind)}}
 
 
+def _event(schema: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream: its data is JSON of this schema, or at the end [DONE]."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
+
+
 def _response(status: int, content: dict[str, Any]) -> dict[str, Any]:
     return {"description": HTTPStatus(status).phrase} | ({"content": content} if content else {})
 
@@ -152,7 +158,7 @@ def _operation(path: str, method: str, handler: Any, schemas: list[tuple[Any, An
     answer = _content(said.answer, schemas)
     if said.events is not None:
         events = _content(said.events, schemas)["application/json"]["schema"]
-        answer["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": events}
+        answer["text/event-stream"] = {"schema": _event(events)}
     errors = {*said.errors, *({401} if keys and not said.open else ())}
     answers = {status: {"$ref": f"#/components/responses/{status}"} for status in errors}
     answers |= {status: _response(status, _content(kind, schemas)) for status, kind in said.answers.items()}

@@ -23,7 +23,11 @@ class ServerOptions:
     uds: str | None = _option(None, "Unix socket to listen on, instead of host and port.")
     tls_cert: str | None = _option(None, "PEM file with the certificate chain; SIGHUP reads it again.")
     tls_key: str | None = _option(None, "PEM file with the certificate's private key.")
-    api_key: tuple[str, ...] = _option((), "Key clients must send as a bearer token; may be given several times.")
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={"help": "Key clients must send as a bearer token; may be given several times."},
+    )
     api_key_file: str | None = _option(None, "File with more keys, one a line; SIGHUP reads it again.")
     cors_origin: tuple[str, ...] = _option(
         (), "Origin whose web pages may call the server (* for any); may be given several times."
@@ -42,14 +46,14 @@ class ServerOptions:
     watchdog_timeout: float = _option(
         300.0, "Seconds without a finished step, with work pending, until the process ends itself; 0: never."
     )
-    access_log: str = _option("text", "A line for every HTTP request, never its text: text, json (to stdout) or off.")
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
     tool_parser: str = _option("auto", f"How the model writes tool calls: auto (by its template), none, {_FAMILIES}.")
     reasoning_parser: str = _option(
         "auto", f"How the model marks its reasoning: auto (by its template), none, {_THINKING}."
     )
+    access_log: str = _option("text", "A line for every HTTP request, never its text: text, json (to stdout) or off.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in [0, 65535], got {self.port}")
         for name in (
             *("max_body_bytes", "header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"),
@@ -72,11 +76,11 @@ class ServerOptions:
             scheme, _, host = origin.partition("://")
             if origin not in ("*", "null") and (scheme not in ("http", "https") or not host or "/" in host):
                 raise ValueError(f"cors_origin must be * or like https://example.org, got {origin!r}")
+        check_names(self.tool_parser, self.reasoning_parser)
         self.all_keys()
 
     def all_keys(self) -> tuple[str, ...]:
         """All API keys, those of the file read anew. Raises ValueError that names the option, never a key."""
-        check_names(self.tool_parser, self.reasoning_parser)
         if self.api_key_file is None:
             return self.api_key
         try:

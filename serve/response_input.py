@@ -31,7 +31,7 @@ def conversation(body: ResponsesRequest) -> Conversation:
         messages.append({"role": "user", "content": body.input})
     else:
         messages += _messages(body.input)
-    given = "structured_outputs" if body.structured_outputs is not None else "text.format.schema"
+    fields = body.structured_outputs
     return Conversation(
         messages=messages,
         tools=[tool.chat_form() for tool in body.tools or ()],
@@ -40,7 +40,7 @@ def conversation(body: ResponsesRequest) -> Conversation:
         structured_outputs=body.language(),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         template_options=options | {"add_generation_prompt": True, "continue_final_message": False},
-        structured_field=given,
+        structured_field="text.format.schema" if fields is None else fields.field(),
         tool_field="tools[{}].parameters",
     )
 

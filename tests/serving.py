@@ -38,7 +38,7 @@ class Server:
 
     async def _main(self) -> None:
         app = create_app(self.llm, self.options)
-        self.state = app[STATE]
+        self.app, self.state = app, app[STATE]
         runner = make_runner(app)
         await runner.setup()
         server = await listen(runner, self.options, self.bound)
@@ -64,7 +64,7 @@ class Server:
             ):
                 text = await reply.text()
                 kind = reply.headers.get("Content-Type", "")
-                return reply.status, json.loads(text) if "json" in kind else text, reply.headers
+                return reply.status, json.loads(text) if "json" in kind and text else text, reply.headers
 
         return asyncio.run(go())
 

@@ -120,6 +120,7 @@ def _tabs(browser) -> Iterator[Open]:
 def test_it_loads_without_complaint(open_tab):
     tab = open_tab()
     tab.until("document.getElementById('light').dataset.state === 'ready'")
+    tab.until("document.querySelector('.tile .value').textContent === '0'")
     assert tab.shown("#model") == "tiny"
     assert tab.page.locator(".tile").count() == 6
     assert tab.complaints == []
@@ -294,7 +295,10 @@ def test_characters_spread_over_tokens_stay_whole(open_tab):
 
 
 def test_text_is_shown_as_sent_however_tokens_lie_under_it(open_tab):
-    """Random texts cut into tokens anywhere between bytes; text is held back, or cut; special tokens stand between."""
+    """Random texts cut into tokens anywhere between bytes; text is held back, or cut; special tokens stand between.
+
+    Where all text came, none before its tokens, and no special token, every token lies under its text.
+    """
     tab = open_tab()
     faults = tab.page.evaluate(
         """async () => {
@@ -308,12 +312,15 @@ def test_text_is_shown_as_sent_however_tokens_lie_under_it(open_tab):
             const bytes = [...new TextEncoder().encode(whole)];
             const points = [...whole], text = points.slice(0, points.length - random(3)).join("");
             const element = document.createElement("div"), view = new TokenText(element);
-            let sent = 0;
+            const special = random(2), hasty = random(2), decoder = new TextDecoder();
+            let sent = 0, known = 0;
             while (bytes.length) {
               const tokens = Array.from({length: random(3)}, () => bytes.splice(0, 1 + random(5)))
                 .filter((one) => one.length).map((bytes) => ({token: "?", bytes, logprob: -1}));
-              if (!random(6)) tokens.push({token: "<|x|>", bytes: random(2) ? [] : null, logprob: -1});
-              const more = Math.min(text.length - sent, random(6));
+              if (special && !random(4)) tokens.push({token: "<|x|>", bytes: random(2) ? [] : null, logprob: -1});
+              for (const one of tokens)
+                known += decoder.decode(new Uint8Array(one.bytes ?? []), {stream: true}).length;
+              const more = Math.max(0, Math.min(text.length - sent, random(9), hasty ? 99 : known - sent));
               view.push(text.slice(sent, sent + more), tokens);
               sent += more;
             }
@@ -321,7 +328,10 @@ def test_text_is_shown_as_sent_however_tokens_lie_under_it(open_tab):
             view.finish();
             const shown = [...element.childNodes].filter((one) => !one.classList?.contains("ghost"))
               .map((one) => one.textContent).join("");
-            if (shown !== text || view.text !== text) faults.push([text, shown]);
+            const ghosts = element.querySelectorAll(".ghost").length;
+            const bare = [...element.childNodes].filter((one) => one.nodeType === Node.TEXT_NODE).length;
+            const unlaid = !special && !hasty && text === whole && ghosts + bare;
+            if (shown !== text || view.text !== text || unlaid) faults.push([text, shown, ghosts, bare]);
           }
           return faults;
         }"""
@@ -415,25 +425,26 @@ def test_a_wrong_key_is_told_and_the_right_one_opens(open_tab):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "said", "words"),
     [
-        ({"max_model_len": 5}, ["400", "context holds 5"]),
-        ({"most": 0}, ["503", "queue is full", "try again in 1 s"]),
-        ({"explode_at": 3}, ["boom"]),
+        ({}, "raise", ["400", "the template says no"]),
+        ({"most": 0}, "Hi", ["503", "queue is full", "try again in 1 s"]),
+        ({"explode_at": 3}, "Hi", ["boom"]),
     ],
 )
-def test_errors_are_shown_and_the_next_try_is_free(open_tab, fields, words):
+def test_errors_are_shown_and_the_next_message_is_free_of_them(open_tab, fields, said, words):
     llm = FakeLLM(answer="Hello.", **fields)
     tab = open_tab(llm)
-    tab.say("Hi there")
-    text = tab.answered()
+    tab.say(said)
+    came = tab.answered()
     assert all(word in tab.shown(".error") for word in words)
-    assert text == ("Hel" if "explode_at" in fields else "")
-    llm.max_model_len, llm.most, llm.explode_at = 500, 100, None
-    tab.page.locator(".again:visible").click()
-    tab.until("document.querySelector('.answer').ariaBusy === 'false'")
+    assert came == ("Hel" if "explode_at" in fields else "")
+    llm.most, llm.explode_at = 100, None
+    tab.say("Hi there")
     assert tab.answered() == "Hello."
-    assert tab.page.locator(".error:visible").count() == 0
+    assert tab.page.locator(".turn:last-child .error").is_hidden()
+    before = "<user>Hi<assistant>Hel" if came else ""
+    assert bytes(llm.submitted[-1].prompt).decode() == before + "<user>Hi there<assistant>"
 
 
 def test_a_server_that_goes_away_is_told(open_tab):

@@ -65,6 +65,7 @@ BAD_COMPLETIONS = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a"] * 2000}, "prompt"),
     ({"prompt": "x" * 512}, "prompt"),
+    ({"prompt": ["a"] * 50, "n": 100}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"suffix": "tail"}, "suffix"),
     ({"n": 1, "best_of": 2, "stream": True}, "best_of"),

@@ -108,11 +108,17 @@ class Source:
                 return "", ""
 
     def text_until(
-        self, *markers: str, write: Callable[[str], None] | None = None, trim: str = _SPACE, most: int = MAX_HELD_SPACE
+        self,
+        *markers: str,
+        write: Callable[[str], None] | None = None,
+        trim: str = _SPACE,
+        most: int = MAX_HELD_SPACE,
+        cut_short: bool = False,
     ) -> Wait[str]:
         """Pass everything since the last commit on until a marker comes, which is returned, and empty at the end.
 
-        The marker and the characters of ``trim`` before it (at most ``most``) are read and not committed.
+        The marker and the characters of ``trim`` before it (at most ``most``) are read and not committed. Where the
+        text ends in what may be the beginning of that, it is passed on too, unless it is ``cut_short`` then.
         """
         write = write or (lambda text: self.emit(Text(text)))
         longest = max(map(len, markers), default=0)
@@ -128,7 +134,7 @@ class Source:
             self._pass(_before(self._text, cut, trim, most), write)
             searched = max(0, len(self._text) - longest)
             if not (yield from self._more()):
-                if self.ends_in_space and not self._text.strip():
+                if cut_short or (self.ends_in_space and not self._text.strip()):
                     self._at = len(self._text)
                     self.commit()
                 self._pass(len(self._text), write)

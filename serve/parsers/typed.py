@@ -28,13 +28,13 @@ class Arguments:
         source.commit()
         if is_text(self._properties.get(key)) and not again:
             self._calls.write(head + '"')
-            end = yield from source.text_until(close, write=self._write_text, trim=self._trim, most=1)
+            end = yield from source.text_until(close, write=self._write_text, trim=self._trim, most=1, cut_short=True)
             source.commit()
             if end:
                 self._calls.write('"')
             return bool(end)
         pieces: list[str] = []
-        end = yield from source.text_until(close, write=pieces.append, trim=self._trim, most=1)
+        end = yield from source.text_until(close, write=pieces.append, trim=self._trim, most=1, cut_short=True)
         source.commit()
         if end and not again:
             self._calls.write(head + _as_json("".join(pieces)))

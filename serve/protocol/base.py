@@ -63,7 +63,7 @@ def refuse(body: BaseModel, harmless: dict[str, tuple[Any, ...]]) -> None:
     """Refuse fields the server knows and cannot honour, unless their value asks for nothing."""
     for name, values in harmless.items():
         value = getattr(body, name)
-        if value is not None and value not in values:
+        if value is not None and not any(type(value) is type(fine) and value == fine for fine in values):
             param, shown = name, ""
             if isinstance(value, dict) and isinstance(value.get("type"), str):
                 param, shown = f"{name}.type", f" ({value['type'][:40]!r})"

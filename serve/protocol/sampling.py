@@ -123,6 +123,16 @@ class SamplingFields(EngineFields):
         wanted = chosen(given.json_schema if isinstance(given, JsonSchemaFormat) else given)
         return one_of(wanted, self.structured_outputs, "response_format")
 
+    def language_field(self) -> str:
+        """The field that ``language`` came from, for errors to name."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.field()
+        return (
+            "response_format.json_schema.schema"
+            if isinstance(self.response_format, JsonSchemaFormat)
+            else "response_format"
+        )
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage

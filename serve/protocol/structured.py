@@ -49,6 +49,11 @@ class StructuredFields(Body):
     choice: list[str] | None = None
     grammar: str | None = None
 
+    def field(self) -> str:
+        """Which one was given."""
+        given = (name for name in ("json_", "regex", "choice", "grammar") if getattr(self, name) is not None)
+        return f"structured_outputs.{next(given, 'json_object').rstrip('_')}"
+
     def language(self) -> StructuredOutputs:
         """Raises RequestError, or ApiError where ``json`` is a string and no JSON."""
         schema = self.json_

@@ -78,7 +78,8 @@ export class TokenText {
   /** Lay a group over the text that comes next. False where more text must come first. */
   #lay(group, end) {
     const rest = this.#text.slice(this.#shown);
-    const text = this.#shown === 0 && !rest.startsWith(group.text) ? group.text.trimStart() : group.text;
+    const stripped = this.#shown === 0 && /^\S/.test(rest); // some tokenizers begin with a space that no text has
+    const text = stripped ? group.text.trimStart() : group.text;
     if (text && rest.startsWith(text)) return this.#span(text, group.tokens);
     if (text.startsWith(rest) && text) {
       if (!end) return false;

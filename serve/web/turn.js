@@ -38,7 +38,7 @@ export class Turn {
     this.answer.setAttribute("aria-busy", "true");
     this.content = new TokenText(this.body);
     this.reasoning = new TokenText(this.part(".reasoning .text"));
-    Object.assign(this, { calls: [], usage: null, end: null, pieces: 0, begun: performance.now(), first: null });
+    Object.assign(this, { calls: [], usage: null, end: null, chunks: 0, begun: performance.now(), first: null });
     this.current = this.content;
   }
 
@@ -70,10 +70,10 @@ export class Turn {
   }
 
   #arrived() {
-    this.pieces += 1;
+    this.chunks += 1;
     this.first ??= performance.now();
     this.body.classList.remove("waiting");
-    this.part(".facts").textContent = `${this.pieces} pieces · ${this.#seconds()}`;
+    this.part(".facts").textContent = `${this.chunks} chunks · ${duration(performance.now() - this.begun)}`;
   }
 
   #think(text, tokens) {
@@ -96,10 +96,6 @@ export class Turn {
     box.append(document.createElement("strong"), document.createElement("pre"));
     this.part(".tools").append(box);
     return box;
-  }
-
-  #seconds() {
-    return `${((performance.now() - this.begun) / 1000).toFixed(1)} s`;
   }
 
   /** The answer ends: as the stream said, by the user (`stopped`), or by an error. Returns what to tell the user. */
@@ -131,11 +127,14 @@ export class Turn {
       const seconds = (performance.now() - this.first) / 1000;
       if (made > 1 && this.first !== null) facts.push(`${((made - 1) / Math.max(seconds, 1e-3)).toFixed(1)} tokens/s`);
     }
-    if (this.first !== null) facts.push(`first after ${Math.round(this.first - this.begun)} ms`);
+    if (made === undefined && this.chunks) facts.push(`${this.chunks} chunks`);
+    if (this.first !== null) facts.push(`first after ${duration(this.first - this.begun)}`);
     if (this.end) facts.push(ENDS[this.end] ?? this.end);
     return facts.join(" · ");
   }
 }
+
+const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 /** An error in a sentence: its status and field, where it has them. */
 function describe(error) {
