@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from jaxserve.batch import Packer, StepBatch
 from jaxserve.constraint import GRACE_SECONDS, Mask, MaskPool
+from jaxserve.host_tier import Block
 from jaxserve.metrics import EngineMetrics
 from jaxserve.output import LogprobRows, SequenceOutput
 from jaxserve.request import Delta, EngineDeadError, FinishReason, QueueFullError, TokenLogprob
@@ -83,6 +84,8 @@ class Engine:
         self._progress = time.monotonic()
         self._flight: deque[tuple[StepPlan, Any]] = deque()
         self._preemptions = 0
+        self._transfers: deque[tuple[Block, float]] = deque()
+        """Spills that have not been seen to end, and when they were launched."""
         self._masks = MaskPool(self._mask_ready)
         self._ready: deque[tuple[Any, Mask]] = deque()
         """Masks that have been computed and not taken in yet."""
@@ -198,6 +201,10 @@ class Engine:
         if plan is not None:
             self._note_admissions(plan)
             self._flight.append((plan, self.runner.launch(self.packer.pack(plan))))
+            now = time.monotonic()
+            self._transfers.extend((spill.block, now) for spill in plan.spills)
+            for restore in plan.restores:
+                self.metrics.restored(restore.block.nbytes)
         if self._flight and (plan is None or len(self._flight) > self.depth):
             self._collect(*self._flight.popleft())
         elif plan is None and not self.scheduler.idle:
@@ -212,15 +219,24 @@ class Engine:
         now = time.monotonic()
         for chunk in plan.chunks:
             seq = chunk.seq
+            if chunk.first and seq.chain is not None:
+                self._note_reuse(seq, chunk.start)
             if chunk.first and seq.preemptions == 0:
-                if seq.chain is not None:
-                    self.metrics.prefix_lookup(len(seq.prompt), seq.cached)
                 self._queued -= 1
                 seq.admitted_at = now
                 entry = self._entries[seq.request_id]
                 if not entry.admitted:
                     entry.admitted = True
                     self.metrics.admitted(now - seq.arrived_at, len(seq.prompt))
+
+    def _note_reuse(self, seq: Sequence, known: int) -> None:
+        """A sequence has been admitted with its first ``known`` tokens in the cache."""
+        host = min(seq.loaded * self.scheduler.pool.page_size, known)
+        if seq.preemptions == 0:
+            self.metrics.prefix_lookup(len(seq.prompt), known)
+            self.metrics.reused(known - host, host)
+        else:
+            self.metrics.resumed("recompute" if known < len(seq) - 1 else "host" if host else "device")
 
     def _collect(self, plan: StepPlan, step: Any) -> None:
         result = self.runner.collect(step)
@@ -352,6 +368,20 @@ class Engine:
             self.metrics.preempted(scheduler.preemptions - self._preemptions)
             self._preemptions = scheduler.preemptions
         self.metrics.step(tokens, len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+        self._note_transfers()
+
+    def _note_transfers(self) -> None:
+        while self._transfers and self._transfers[0][0].ready:
+            block, launched = self._transfers.popleft()
+            self.metrics.spilled(block.nbytes, time.monotonic() - launched)
+        cache = self.scheduler.cache
+        if cache is None:
+            return
+        tier = cache.tier
+        usage, dropped, refused = 0.0, 0, 0
+        if tier is not None:
+            usage, dropped, refused = tier.usage, tier.counts.dropped, tier.counts.refused
+        self.metrics.tiers(self.scheduler.pool.kept, usage, len(self._transfers), dropped, refused)
 
     def _end_all(self) -> None:
         """The loop is over: collect nothing more, tell everybody."""

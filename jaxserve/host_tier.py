@@ -24,6 +24,15 @@ class Block:
     live: int = 0
     """Records that can still be asked for."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether the data have arrived."""
+        return self.data is not None and bool(getattr(self.data, "is_ready", lambda: True)())
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.data is None else int(self.data.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Spill:
@@ -73,6 +82,11 @@ class HostTier:
     def records(self) -> int:
         """Records that room is taken by."""
         return self._records
+
+    @property
+    def usage(self) -> float:
+        """Share of the room that is taken."""
+        return self._records / self.capacity if self.capacity else 0.0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._where

@@ -156,6 +156,29 @@ class EngineMetrics(Collector):
         self._rejections = counter("admission_rejections", "Requests refused or given up.", "reason", refusals)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._cached = counter(
+            "prompt_tokens_cached_by_source", "Prompt tokens that were not computed.", "source", ("device", "host")
+        )
+        self._resumes = counter(
+            "preemption_resumes",
+            "Preempted sequences that went on: with all they had on the device or the host, or computing it again.",
+            "kind",
+            ("device", "host", "recompute"),
+        )
+        self._host_usage = gauge("host_kv_usage_perc", "Share of the host's KV memory in use; 1 is all of it.")
+        self._kept = gauge("prefix_cache_pages", "KV pages that nobody holds and whose content is kept.")
+        self._pending = gauge("kv_offload_pending_transfers", "Transfers to the host that have not come to an end.")
+        ways = ("device_to_host", "host_to_device")
+        self._moved = counter("kv_offload_total_bytes", "Bytes of KV pages moved.", "transfer_type", ways)
+        self._moving = counter(
+            "kv_offload_total_time", "Seconds from the launch of a transfer to its end.", "transfer_type", ways[:1]
+        )
+        self._dropped = counter(
+            "host_kv_dropped_pages",
+            "Pages whose content was lost for want of host memory.",
+            "reason",
+            ("evicted", "refused"),
+        )
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
@@ -271,6 +294,34 @@ class EngineMetrics(Collector):
         """A prompt of ``queries`` tokens was looked up in the prefix cache, which had the first ``hits`` of them."""
         self._prefix_queries.add(queries)
         self._prefix_hits.add(hits)
+
+    @_guarded
+    def reused(self, device: int, host: int) -> None:
+        """Tokens of a sequence's text that were known when it was admitted, by where they were."""
+        self._cached.add(device, "device")
+        self._cached.add(host, "host")
+
+    @_guarded
+    def resumed(self, kind: str) -> None:
+        """A preempted sequence has been admitted again: ``device``, ``host`` or ``recompute``."""
+        self._resumes.add(1, kind)
+
+    @_guarded
+    def tiers(self, kept: int, host_usage: float, pending: int, dropped: int, refused: int) -> None:
+        """Where the pages are. ``dropped`` and ``refused`` count from the start."""
+        self._kept.value, self._host_usage.value, self._pending.value = kept, host_usage, pending
+        self._dropped.values |= {"evicted": dropped, "refused": refused}
+
+    @_guarded
+    def spilled(self, nbytes: int, seconds: float) -> None:
+        """A transfer to the host has ended, ``seconds`` after its launch."""
+        self._moved.add(nbytes, "device_to_host")
+        self._moving.add(seconds, "device_to_host")
+
+    @_guarded
+    def restored(self, nbytes: int) -> None:
+        """A transfer from the host has been launched."""
+        self._moved.add(nbytes, "host_to_device")
 
     @_guarded
     def cache_config(self, **facts: object) -> None:

@@ -5,8 +5,8 @@ ones, in order of (priority, arrival). A new one is admitted when a slot is free
 what the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
 When a running sequence needs a page and none is free, another is preempted: it gives everything back, and goes on later
 with what the prefix cache still has of it; the rest is computed again. Whoever is earlier in order is never preempted
-for one who is later, so the first always progresses; among the rest the lowest priority goes, and there whoever has been
-preempted least, and then came last. Coming back takes the more free pages the more often one has had to go.
+for one who is later, so the first always progresses. Among the rest the lowest priority goes, and there whoever has
+been preempted least, and then came last. Coming back takes the more free pages the more often one has had to go.
 """
 
 import bisect
@@ -159,6 +159,7 @@ class Scheduler:
             self.waiting.remove(seq)
             if not seq.preemptions:
                 seq.cached = hit.tokens
+            seq.loaded = len(hit.loads)
             seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
             seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)

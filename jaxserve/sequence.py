@@ -50,6 +50,8 @@ class Sequence:
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
     cached: int = 0
     """Prompt tokens that were known when it was first admitted."""
+    loaded: int = 0
+    """Pages that came from the host when it was last admitted."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0
