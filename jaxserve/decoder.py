@@ -39,17 +39,25 @@ def spill_pages(kv: list[KV], pages: jax.Array, heads: jax.Array | None) -> jax.
     padding or replicas, so that a record does not depend on the number of devices."""
 
     def rows(array: jax.Array) -> jax.Array:
-        found = array[pages]
-        return found if heads is None else found[:, heads]
+        if heads is not None:
+            return array[pages][:, heads].reshape(len(pages), -1)
+        return array.reshape(len(array), -1)[pages]  # a page as one row: XLA's CPU code copies long rows best
 
-    return jnp.stack([jnp.stack([rows(k), rows(v)], axis=1) for k, v in kv], axis=1)
+    _, _, size, dim = kv[0][0].shape
+    found = jnp.stack([rows(array) for pair in kv for array in pair], axis=1)
+    return found.reshape(len(pages), len(kv), 2, -1, size, dim)
 
 
 def restore_pages(kv: list[KV], records: jax.Array, pages: jax.Array, heads: jax.Array | None) -> list[KV]:
     """Write records to pages int32 ``[N]`` of all layers; ``heads`` says which of a record's heads each KV head is."""
     if heads is not None:
         records = records[:, :, :, heads]
-    return [(k.at[pages].set(records[:, i, 0]), v.at[pages].set(records[:, i, 1])) for i, (k, v) in enumerate(kv)]
+    records = records.reshape(*records.shape[:3], -1)
+
+    def write(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return array.reshape(len(array), -1).at[pages].set(rows, mode="promise_in_bounds").reshape(array.shape)
+
+    return [(write(k, records[:, i, 0]), write(v, records[:, i, 1])) for i, (k, v) in enumerate(kv)]
 
 
 def ropes(cfg: ModelConfig) -> list:
