@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import compare, export, host, offline, serving, startup
+from benchmarks import compare, export, host, offline, serving, startup, tiers
 
 COMMANDS = {
     "offline": offline,
@@ -11,6 +11,7 @@ COMMANDS = {
     "host": host,
     "compare": compare,
     "export": export,
+    "tiers": tiers,
 }
 
 

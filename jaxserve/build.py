@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,9 +16,12 @@ from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.disk_store import DiskError, DiskStore
+from jaxserve.disk_tier import DiskTier
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
+from jaxserve.identity import identity
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
@@ -77,6 +81,9 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         programs, limits = size(config, model, specs, dtype, mesh, store, report)
         runner = _runner(config, programs, store, source, report)
         words = tokenizer.result()
+        if config.kv_checksums and not limits.host_bytes:
+            raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
+        disk = _disk(config, programs, runner, store, report)
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
         limits.buckets,
@@ -86,23 +93,27 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         stop_ids=tuple(eos),
     )
     pool = PagePool(limits.num_pages, config.page_size)
-    tier = HostTier(limits.host_bytes, programs.record_bytes) if limits.host_bytes else None
+    tier = None
+    if limits.host_bytes:
+        tier = HostTier(limits.host_bytes, programs.record_bytes, checked=config.kv_checksums)
     scheduler = Scheduler(
         pool,
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
-        cache=PrefixCache(pool, tier=tier) if config.prefix_caching else None,
+        cache=PrefixCache(pool, "" if disk is None else disk.store.identity, tier, disk)
+        if config.prefix_caching
+        else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
     metrics.cache_config(
         block_size=config.page_size,
         num_gpu_blocks=limits.num_pages - 1,
         cache_dtype=dtype,
-        enable_prefix_caching=False,
+        enable_prefix_caching=config.prefix_caching,
     )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
-    _describe(report, config, source, model, dtype, mesh, programs, limits, store)
+    _describe(report, config, source, model, dtype, mesh, programs, limits, disk, store)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
 
 
@@ -259,6 +270,21 @@ def _runner(
             return Runner(programs, compiled, weights.result(), state.result())
 
 
+def _disk(
+    config: EngineConfig, programs: ProgramSet, runner: Runner, store: ExecutableStore, report: Report
+) -> DiskTier | None:
+    """Open the disk tier. Raises ``ConfigError`` where the folder cannot be used."""
+    if config.disk_kv_path is None:
+        return None
+    with report.phase("KV pages on disk"):
+        name = identity(programs, runner.weights, store)
+        try:
+            found = DiskStore(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
+        except DiskError as error:
+            raise ConfigError(f"disk_kv_path: {error}") from None
+        return DiskTier(found, runner.place)
+
+
 def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:
     with report.phase("KV cache (beside)"):
         return jax.block_until_ready(DeviceState(*store.build(programs.zeros())()))
@@ -292,6 +318,7 @@ def _describe(
     mesh: Mesh,
     programs: ProgramSet,
     limits: Limits,
+    disk: DiskTier | None,
     store: ExecutableStore,
 ) -> None:
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
@@ -315,8 +342,11 @@ def _describe(
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
         host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
+        disk_tokens_that_fit=0 if disk is None else disk.store.capacity * config.page_size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
+    if disk is not None:
+        report.add("kv cache", disk_folder=str(disk.store.folder), disk_tokens_there=len(disk.store) * config.page_size)
     report.add(
         "limits",
         max_model_len=limits.max_model_len,

@@ -3,13 +3,18 @@
 A page is a record under its key (see ``prefix_cache``). Records that leave together lie in one block, which is what the
 runner moves: it fills ``Block.data`` when it launches the step that was planned with the spill. Nothing waits for a
 transfer: whoever restores a block depends on its data, and the device runs steps in order. Blocks go, the longest
-unused first, when the budget is full.
+unused first, when the budget is full; the disk tier may take them.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxserve.records import checksum, checksums
+
+log = logging.getLogger(__name__)
 
 SIZES = (16, 8, 4, 2, 1)
 """Records a block may hold."""
@@ -23,6 +28,10 @@ class Block:
     data: Any = None
     live: int = 0
     """Records that can still be asked for."""
+    sums: list[int] | None = None
+    """A checksum a record, where the tier has been told to take them."""
+    fetched: bool = False
+    """It came from the disk and has not been used."""
 
     @property
     def ready(self) -> bool:
@@ -32,6 +41,15 @@ class Block:
     @property
     def nbytes(self) -> int:
         return 0 if self.data is None else int(self.data.nbytes)
+
+
+def sizes(count: int) -> list[int]:
+    """``count`` records as sizes of blocks."""
+    found = []
+    for size in SIZES:
+        found += [size] * (count // size)
+        count %= size
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +78,22 @@ class Counts:
     """Records that went for want of room."""
     refused: int = 0
     """Pages that could not be spilled at all."""
+    damaged: int = 0
+    """Records whose checksum was wrong."""
 
 
 @dataclass(slots=True)
 class HostTier:
-    """Records of ``record_bytes`` each, ``budget_bytes`` in all."""
+    """Records of ``record_bytes`` each, ``budget_bytes`` in all.
+
+    ``checked`` (for finding faults; it waits for transfers) compares a record with its checksum before it is used.
+    ``below`` is offered each block that has to go, with the numbers of its records, and says whether it takes them.
+    """
 
     budget_bytes: int
     record_bytes: int
+    checked: bool = False
+    below: Callable[[Block, list[int]], bool] = lambda block, numbers: False
     counts: Counts = field(default_factory=Counts)
     _where: dict[bytes, tuple[Block, int]] = field(default_factory=dict)
     _blocks: OrderedDict[Block, None] = field(default_factory=OrderedDict)
@@ -84,6 +110,11 @@ class HostTier:
         return self._records
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the blocks' data take."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
     def usage(self) -> float:
         """Share of the room that is taken."""
         return self._records / self.capacity if self.capacity else 0.0
@@ -94,28 +125,56 @@ class HostTier:
     def find(self, key: bytes) -> tuple[Block, int] | None:
         """The block that holds the record and its number there; the block counts as used."""
         found = self._where.get(key)
-        if found is not None:
-            self._blocks.move_to_end(found[0])
+        if found is None:
+            return None
+        if self.checked and not self._sound(*found):
+            self.counts.damaged += 1
+            log.error("a KV page in host memory is damaged; it is dropped and computed again")
+            self.forget(key)
+            return None
+        self._blocks.move_to_end(found[0])
         return found
+
+    def _sound(self, block: Block, number: int) -> bool:
+        self.seal(block)
+        return block.sums is None or block.sums[number] == checksum(block.data, number)
+
+    def seal(self, block: Block) -> None:
+        """Take the checksums of a block whose spill has been launched, if they are wanted and not taken yet."""
+        if self.checked and block.sums is None and block.data is not None:
+            block.sums = checksums(block.data)
 
     def put(self, keys: Sequence[bytes]) -> list[Block]:
         """Blocks for new records, in order, with as many of them as there is room for at all."""
-        blocks = []
-        taken, room = 0, min(len(keys), self.capacity)
-        for size in SIZES:
-            while size <= room - taken:
-                blocks.append(self._block(list(keys[taken : taken + size])))
-                taken += size
-        self.counts.refused += len(keys) - taken
-        self.counts.spilled += taken
+        room = min(len(keys), self.capacity)
+        left, blocks = list(keys[:room]), []
+        for size in sizes(room):
+            blocks.append(self._add(Block(left[:size])))
+            del left[:size]
+        self.counts.refused += len(keys) - room
+        self.counts.spilled += room
         return blocks
 
-    def _block(self, keys: list[bytes]) -> Block:
+    def adopt(self, keys: Sequence[bytes], data: Any) -> None:
+        """Take records that have come from the disk; as many as some block may hold, and not more than there is room
+        for."""
+        self._add(Block(list(keys), data, fetched=True))
+
+    def blocks(self) -> list[Block]:
+        """All of them, the longest unused first."""
+        return list(self._blocks)
+
+    def live(self, block: Block) -> list[int]:
+        """Numbers of the block's records that can still be asked for."""
+        return [number for number, key in enumerate(block.keys) if self._where.get(key) == (block, number)]
+
+    def _add(self, block: Block) -> Block:
+        keys = block.keys
         while self._records + len(keys) > self.capacity:
             oldest, _ = self._blocks.popitem(last=False)
-            self.counts.dropped += oldest.live
+            if not self.below(oldest, self.live(oldest)):
+                self.counts.dropped += oldest.live
             self._release(oldest)
-        block = Block(keys)
         for number, key in enumerate(keys):
             self.forget(key)
             self._where[key] = (block, number)

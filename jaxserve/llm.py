@@ -17,6 +17,7 @@ from jaxserve.build import build
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
 from jaxserve.grammar import Grammars
+from jaxserve.keeping import keep
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
 from jaxserve.request import (
@@ -63,6 +64,7 @@ class LLM:
         self._watch_compilation()
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
+        self._closed = False
         self._engine.start()
 
     # -- whole requests -----------------------------------------------------------------------------------------------
@@ -177,6 +179,10 @@ class LLM:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
         atexit.unregister(self._at_exit)
+        cache = self._engine.scheduler.cache
+        if cache is not None and not self._closed:
+            keep(cache, self._built.runner if self._engine.error is None else None)
+        self._closed = True
         if self._engine.error is None:
             self._built.runner.wait()
         if self._listener is not None:

@@ -11,6 +11,9 @@ GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.5
 HOST_KV_GIB = 8
 """What a GPU's host gives to pages that leave the device, unless told otherwise."""
+STAGING_KV_GIB = 1
+"""What a CPU's pages pass through on their way to the disk, unless told otherwise."""
+DISK_KV_GIB = 16
 CPU_KV_BYTES = 1 << 30
 """What a CPU gives the KV cache unless told otherwise: its memory is for others too."""
 
@@ -51,13 +54,21 @@ def host_budget(config: EngineConfig, *, gpu: bool) -> int:
     """Bytes of host memory for KV pages that leave the device. Raises ``ConfigError`` where they are not there."""
     if not config.prefix_caching:
         return 0
-    wanted = config.host_kv_gib if config.host_kv_gib is not None else HOST_KV_GIB if gpu else 0
+    default = HOST_KV_GIB if gpu else STAGING_KV_GIB if config.disk_kv_path is not None else 0
+    wanted = default if config.host_kv_gib is None else config.host_kv_gib
     budget, free = int(wanted * 2**30), host().free
     if budget > free:
         if config.host_kv_gib is None:
             return free // 4
         raise ConfigError(f"host_kv_gib {wanted:g} does not fit: {free / 2**30:.1f} GiB of host memory are free")
     return budget
+
+
+def disk_budget(config: EngineConfig) -> int:
+    """Bytes on disk for KV pages."""
+    if config.disk_kv_path is None:
+        return 0
+    return int((DISK_KV_GIB if config.disk_kv_gib is None else config.disk_kv_gib) * 2**30)
 
 
 def kv_budget(config: EngineConfig, memory: Memory, *, gpu: bool, weights: int, temporaries: int) -> int:

@@ -6,7 +6,7 @@ full, or a full one of which only the first tokens agree, serves too: it is copi
 
 Pages enter when the step that fills them has been planned, to be matched from the next plan on: the device runs steps
 in order. They stay while held, and afterwards until the pool needs them; then they go to the host tier, where there is
-one, and come back from it.
+one, and come back from it. What the host tier has no room for goes to the disk tier, and comes back through it.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from jaxserve.disk_tier import DiskTier
 from jaxserve.host_tier import SIZES, Block, HostTier, Spill
 from jaxserve.pages import PagePool
 
@@ -48,6 +49,8 @@ class Hit:
     pages: list[int]
     copy: int | None = None
     loads: list[tuple[int, Block, int]] = field(default_factory=list)
+    beyond: list[bytes] = field(default_factory=list)
+    """Records on the disk that would make it longer."""
 
     @property
     def held(self) -> list[int]:
@@ -68,11 +71,17 @@ class Entry:
 
 
 class PrefixCache:
-    """The contents of a pool's pages. ``layout`` names what else must agree: model, dtype, record layout."""
+    """The contents of a pool's pages. ``layout`` names what else must agree: model, dtype, record layout.
 
-    def __init__(self, pool: PagePool, layout: str = "", tier: HostTier | None = None):
+    A disk tier needs a host tier above it.
+    """
+
+    def __init__(self, pool: PagePool, layout: str = "", tier: HostTier | None = None, disk: DiskTier | None = None):
         self.pool = pool
         self.tier = tier
+        self.disk = disk
+        if tier is not None and disk is not None:
+            tier.below = disk.save
         self.spills: list[Spill] = []
         """What has to be copied to the host before anything is written to the pages taken since."""
         pool.forget = self._evict
@@ -120,9 +129,27 @@ class PrefixCache:
             loads.append((len(pages), *record))
             pages.append(0)
             best, copy = len(rest), None
-        hit = Hit(done + best, pages, copy, loads)
+        beyond = [] if self.disk is None or best == len(rest) else self._beyond(chain, tokens, len(pages), limit)
+        hit = Hit(done + best, pages, copy, loads, beyond)
         self.pool.hold(hit.held if copy is None else [*hit.held, copy])
         return hit
+
+    def _beyond(self, chain: Chain, tokens: Sequence[int], page: int, limit: int) -> list[bytes]:
+        """Keys of records on the disk for the pages from ``page`` on, up to the first one that is nowhere."""
+        assert self.tier is not None
+        assert self.disk is not None
+        size = self.pool.page_size
+        keys = chain.keys[page : limit // size]
+        rest = tokens[limit // size * size : limit]
+        if rest:
+            keys.append(_key(chain.before(limit // size), rest))
+        found = []
+        for key in keys[: self.tier.capacity]:
+            if key in self.disk:
+                found.append(key)
+            elif key not in self._by_key and key not in self.tier:
+                break
+        return found
 
     def _record(self, key: bytes) -> tuple[Block, int] | None:
         return None if self.tier is None else self.tier.find(key)
@@ -176,6 +203,17 @@ class PrefixCache:
         yield from chain.keys[page:]
         if tail := tokens[len(chain.keys) * self.pool.page_size :]:
             yield _key(chain.before(len(chain.keys)), tail)
+
+    def keepsakes(self) -> dict[bytes, int]:
+        """Kept pages that neither the host tier nor the disk has, by their record's key, the last used first."""
+        found: dict[bytes, int] = {}
+        for page in reversed(list(self.pool.oldest())):
+            record = self._entries[page].record
+            if record is not None and not any(
+                below is not None and record in below for below in (self.tier, self.disk)
+            ):
+                found.setdefault(record, page)
+        return found
 
     def _covered(self, before: bytes, rest: tuple[int, ...]) -> bool:
         after = self._after.get(before, {})

@@ -171,16 +171,25 @@ class ProgramSet:
     def record_bytes(self) -> int:
         return math.prod(self.record_shape) * jnp.dtype(self.cache.dtype).itemsize
 
+    @property
+    def _kv_source(self) -> tuple[tuple[int, ...], bool]:
+        """Which of the model's KV heads each of ours is, and whether they are the same."""
+        layout = head_layout(self.cfg.num_heads, self.cfg.num_kv_heads, self.mesh.size).kv_source
+        return layout, layout == tuple(range(self.cfg.num_kv_heads))
+
+    def block(self, records: int) -> Abstract:
+        """Records in pinned host memory, ``[N, L, 2, K, G, D]``."""
+        axes = (None, None, None, "kv_heads" if self._kv_source[1] else None, None, None)
+        host = sharding(self.mesh, axes).with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct((records, *self.record_shape), jnp.dtype(self.cache.dtype), sharding=host)
+
     def transfers(self, records: int) -> Iterator[Program]:
         """``spill N``: pages to a block of N records in host memory; ``restore N``: back."""
-        layout = head_layout(self.cfg.num_heads, self.cfg.num_kv_heads, self.mesh.size).kv_source
-        plain = layout == tuple(range(self.cfg.num_kv_heads))
+        layout, plain = self._kv_source
         out = None if plain else jnp.array([layout.index(head) for head in range(self.cfg.num_kv_heads)])
         back = None if plain else jnp.array([max(head, 0) for head in layout])
         kv = [self.kv] * self.cfg.num_layers
-        axes = (None, None, None, "kv_heads" if plain else None, None, None)
-        host = sharding(self.mesh, axes).with_memory_kind("pinned_host")
-        block = jax.ShapeDtypeStruct((records, *self.record_shape), jnp.dtype(self.cache.dtype), sharding=host)
+        block = self.block(records)
         pages = self.array((records,), jnp.int32)
 
         def spill(kv: list, pages: jax.Array) -> jax.Array:

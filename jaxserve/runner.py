@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.batch import PromptRows, StepBatch
 from jaxserve.buckets import StepBucket
 from jaxserve.executables import Compiled
+from jaxserve.host_tier import Spill
 from jaxserve.params import Params
 from jaxserve.programs import ProgramSet
 from jaxserve.sampler import Logprobs
@@ -95,12 +96,22 @@ class Runner:
         """Pages to the host, from the host, and from one to another, in this order."""
         run, state = self.compiled, self.state
         for spill in batch.spills:
-            spill.block.data = run[f"spill {len(spill.pages)}"](state.kv, np.array(spill.pages, np.int32))
+            self.spill(spill)
         for restore in batch.restores:
             pages = np.array(restore.pages, np.int32)
             state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
         for pairs in batch.copies:
             state.kv = run["copy"](state.kv, pairs)
+
+    def spill(self, spill: Spill) -> None:
+        """Start copying pages to the host."""
+        program = self.compiled[f"spill {len(spill.pages)}"]
+        spill.block.data = program(self.state.kv, np.array(spill.pages, np.int32))
+
+    def place(self, records: np.ndarray) -> jax.Array:
+        """The data of a block: records as bytes, uint8 ``[N, record_bytes]``, in the host memory that restores read."""
+        block = self.programs.block(len(records))
+        return jax.device_put(records.view(block.dtype).reshape(block.shape), block.sharding)
 
     def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)

@@ -159,7 +159,8 @@ class Scheduler:
             self.waiting.remove(seq)
             if not seq.preemptions:
                 seq.cached = hit.tokens
-            seq.loaded = len(hit.loads)
+            seq.loaded, seq.fetched = len(hit.loads), False
+            seq.from_disk = sum(block.fetched for _, block, _ in hit.loads)
             seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
             seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)
@@ -179,6 +180,8 @@ class Scheduler:
                 restores[block] = Restore(block, [0] * len(block.keys))
             restores[block].pages[record] = pages[number]
         plan.restores.extend(restores.values())
+        for block in restores:
+            block.fetched = False  # the next time it comes from the host
         if self.cache is not None and self.cache.tier is not None:
             self.cache.tier.counts.restored += len(hit.loads)
         if hit.copy is not None:
@@ -197,7 +200,7 @@ class Scheduler:
         return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
 
     def _match(self, seq: Sequence) -> Hit | None:
-        """What is known of ``seq``, its last token apart; None where what comes next is just being computed."""
+        """What is known of ``seq``, its last token apart; None where what comes next is just being computed or read."""
         if self.cache is None or seq.chain is None:
             return NOTHING
         text = seq.text
@@ -206,7 +209,25 @@ class Scheduler:
         if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
             self._let_go(hit)
             return None
+        if hit.beyond and self._reading(seq, hit.beyond):
+            self._let_go(hit)
+            return None
         return hit
+
+    def _reading(self, seq: Sequence, keys: list[bytes]) -> bool:
+        """Whether ``seq`` has to wait for records on their way from the disk. It asks for some once an admission."""
+        disk = self.cache.disk if self.cache is not None else None
+        tier = self.cache.tier if self.cache is not None else None
+        if disk is None or tier is None:
+            return False
+        if not seq.fetched:
+            missing = [key for key in keys if key not in disk.reading]
+            if disk.reading and len(disk.reading) + len(missing) > tier.capacity // 2:
+                return True  # what comes must not drive out what has just come
+            seq.fetched = True
+            if missing:
+                disk.fetch(missing)
+        return any(key in disk.reading for key in keys)
 
     def _keys(self, seq: Sequence, page: int) -> Iterator[bytes]:
         """Keys of the pages of ``seq`` from number ``page`` on, the last one as far as it is filled."""

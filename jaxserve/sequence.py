@@ -52,6 +52,10 @@ class Sequence:
     """Prompt tokens that were known when it was first admitted."""
     loaded: int = 0
     """Pages that came from the host when it was last admitted."""
+    from_disk: int = 0
+    """Those of them that had come there from the disk for it."""
+    fetched: bool = False
+    """It has asked for what the disk has of it, and not been admitted since."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0
