@@ -129,13 +129,18 @@ class PrefixCache:
             loads.append((len(pages), *record))
             pages.append(0)
             best, copy = len(rest), None
-        beyond = [] if self.disk is None or best == len(rest) else self._beyond(chain, tokens, len(pages), limit)
+        beyond = (
+            [] if self.disk is None or best == len(rest) else self._beyond(chain, tokens, limit, len(pages), len(loads))
+        )
         hit = Hit(done + best, pages, copy, loads, beyond)
         self.pool.hold(hit.held if copy is None else [*hit.held, copy])
         return hit
 
-    def _beyond(self, chain: Chain, tokens: Sequence[int], page: int, limit: int) -> list[bytes]:
-        """Keys of records on the disk for the pages from ``page`` on, up to the first one that is nowhere."""
+    def _beyond(self, chain: Chain, tokens: Sequence[int], limit: int, page: int, loads: int) -> list[bytes]:
+        """Keys of records on the disk for the pages from ``page`` on, up to the first one that is nowhere.
+
+        With those to ``loads`` they have to fit into the host tier.
+        """
         assert self.tier is not None
         assert self.disk is not None
         size = self.pool.page_size
@@ -144,7 +149,7 @@ class PrefixCache:
         if rest:
             keys.append(_key(chain.before(limit // size), rest))
         found = []
-        for key in keys[: self.tier.capacity]:
+        for key in keys[: max(0, self.tier.capacity - loads)]:
             if key in self.disk:
                 found.append(key)
             elif key not in self._by_key and key not in self.tier:

@@ -1,16 +1,78 @@
 """Pages and what they hold, under any sequence of events: conservation, and no page read for what it does not hold."""
 
+from collections import Counter
+from typing import ClassVar
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
-from jaxserve.host_tier import HostTier
+from jaxserve.disk_tier import Arrival
+from jaxserve.host_tier import Block, HostTier, sizes
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import Chain, Hit, PrefixCache
 
 SIZE = 4
 PAGES = 12
+
+
+TOPICS = ([0, 1] * 20, [1, 1, 0] * 14, [0] * 40)
+texts = st.builds(
+    lambda topic, count, rest: TOPICS[topic][:count] + rest,
+    st.integers(0, 2),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 1), max_size=2),
+)
+
+
+class MemoryDisk:
+    """What ``disk_tier.DiskTier`` does, at once and in memory."""
+
+    def __init__(self, capacity: int, kept: dict[bytes, dict]):
+        self.capacity, self.kept = capacity, kept
+        self.reading: set[bytes] = set()
+        self.asked: list[tuple[bytes, ...]] = []
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def save(self, block: Block, numbers: list[int]) -> bool:
+        if block.data is None:
+            return False
+        for number in numbers:
+            self.kept[block.keys[number]] = block.data[number]
+            while len(self.kept) > self.capacity:
+                del self.kept[next(iter(self.kept))]
+        return True
+
+    def fetch(self, keys: list[bytes]) -> None:
+        self.reading.update(keys)
+        self.asked.append(tuple(keys))
+
+    def arrived(self) -> list[Arrival]:
+        found = []
+        for keys in self.asked:
+            there = [key for key in keys if key in self.kept]
+            there = list(keys[: len(there)]) if there == list(keys[: len(there)]) else []
+            blocks, start = [], 0
+            for size in sizes(len(there)):
+                part = there[start : start + size]
+                blocks.append((part, [self.kept[key] for key in part]))
+                start += size
+            found.append(Arrival(keys, blocks))
+        self.asked.clear()
+        self.reading.clear()
+        return found
 
 
 class Holder:
@@ -26,12 +88,20 @@ class CacheMachine(RuleBasedStateMachine):
     """Sequences over a device of dictionaries: (page, offset) -> (salt, the text up to that token)."""
 
     holders = Bundle("holders")
+    preempted = Bundle("preempted")
+    events: ClassVar[Counter[str]] = Counter()
 
-    @initialize(records=st.integers(0, 14))
-    def start(self, records: int) -> None:
+    @initialize(records=st.sampled_from([0, 1, 2, 3, 5, 9, 14]), disk=st.sampled_from([0, 3, 30]))
+    def start(self, records: int, disk: int) -> None:
+        self.records, self.disk_records = records, disk
+        self.on_disk: dict[bytes, dict] = {}
+        self.begin()
+
+    def begin(self) -> None:
         self.pool = PagePool(PAGES + 1, SIZE)
-        self.tier = HostTier(records * 10, 10)
-        self.cache = PrefixCache(self.pool, tier=self.tier)
+        self.tier = HostTier(self.records * 10, 10)
+        self.disk = MemoryDisk(self.disk_records, self.on_disk) if self.disk_records else None
+        self.cache = PrefixCache(self.pool, tier=self.tier, disk=self.disk)
         self.device: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.alive: list[Holder] = []
 
@@ -43,10 +113,12 @@ class CacheMachine(RuleBasedStateMachine):
         for item in self.cache.spills:
             assert item.block.data is None, "a block is filled twice"
             item.block.data = [self.page(number) for number in item.pages]
+            self.events["spilled"] += len(item.pages)
         self.cache.spills.clear()
 
     def write(self, holder: Holder, start: int, stop: int) -> None:
         for i in range(start, stop):
+            assert self.pool.holders(holder.pages[i // SIZE]) == 1, "a page that others read is written"
             self.device[holder.pages[i // SIZE], i % SIZE] = (holder.salt, tuple(holder.tokens[: i + 1]))
 
     def check_reads(self, holder: Holder) -> None:
@@ -54,15 +126,52 @@ class CacheMachine(RuleBasedStateMachine):
             held = self.device[holder.pages[i // SIZE], i % SIZE]
             assert held == (holder.salt, tuple(holder.tokens[: i + 1]))
 
-    @rule(target=holders, salt=st.sampled_from("ab"), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
+    @rule(target=holders, salt=st.sampled_from("aab"), tokens=texts)
     def admit(self, salt: str, tokens: list[int]):
-        holder = Holder(salt, tokens, self.cache.chain(tokens, salt))
+        return self.take(salt, tokens)
+
+    @rule(salt=st.sampled_from("aab"), tokens=texts)
+    def come_and_go(self, salt: str, tokens: list[int]) -> None:
+        holder = self.take(salt, tokens)
+        if isinstance(holder, Holder):
+            self.prefill(holder, len(tokens))
+            self.leave(holder)
+
+    @rule(target=preempted, salt=st.sampled_from("aab"), tokens=texts)
+    def come_and_be_preempted(self, salt: str, tokens: list[int]):
+        holder = self.take(salt, tokens)
+        if not isinstance(holder, Holder):
+            return holder
+        self.prefill(holder, len(tokens))
+        return self.preempt(holder)
+
+    @rule(target=holders, who=consumes(preempted))
+    def resume(self, who: tuple[str, list[int]]):
+        """A preempted one comes back, with the token that was under way when it went."""
+        return self.take(who[0], [*who[1], 1])
+
+    @rule(target=holders, who=preempted)
+    def ask_again(self, who: tuple[str, list[int]]):
+        return self.take(*who)
+
+    def take(self, salt: str, tokens: list[int]):
+        holder = Holder(salt, list(tokens), self.cache.chain(tokens, salt))
         hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
+        if hit.beyond:
+            self.events["waited for the disk"] += 1
+            self.cache.let_go(hit)
+            self.disk.fetch(hit.beyond)
+            for arrival in self.disk.arrived():
+                for keys, data in arrival.blocks:
+                    self.tier.adopt(keys, data)
+            hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
+            self.events["came from the disk"] += sum(block.fetched for _, block, _ in hit.loads)
         assert hit.tokens <= len(tokens) - 1
         assert hit.copy is None or hit.tokens % SIZE
         fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.held))
         self.spill()
         if fresh is None:
+            self.events["no room"] += 1
             self.cache.let_go(hit)
             return multiple()
         given = iter(fresh)
@@ -72,6 +181,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert block.data is not None, "a record is read before it is written"
             for offset, content in block.data[record].items():
                 self.device[pages[number], offset] = content
+        self.events["loaded"] += len(hit.loads)
+        self.events["loaded a tail"] += bool(hit.loads) and hit.loads[-1][0] == hit.tokens // SIZE
+        self.events["loaded under a full tier"] += bool(hit.loads) and self.tier.usage == 1
+        self.events["copied"] += hit.copy is not None
         holder.pages, holder.computed = pages + fresh, hit.tokens
         if hit.copy is not None:
             for offset in range(SIZE):  # whatever stands there, the rest too
@@ -84,42 +197,89 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(holder=holders, count=st.integers(1, 9))
     def prefill(self, holder: Holder, count: int) -> None:
+        if holder not in self.alive:
+            return
         stop = min(holder.computed + count, len(holder.tokens))
         self.write(holder, holder.computed, stop)
         holder.computed = stop
         self.cache.enter(holder.chain, holder.tokens, holder.pages, stop)
 
-    @rule(holder=holders, token=st.integers(0, 1))
-    def decode(self, holder: Holder, token: int) -> None:
-        if holder.computed < len(holder.tokens):
+    @rule(holder=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def decode(self, holder: Holder, tokens: list[int]) -> None:
+        if holder not in self.alive or holder.computed < len(holder.tokens):
             return
-        need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages)
-        if need > 0:
-            fresh = self.pool.take(need)
-            self.spill()
-            if fresh is None:
-                return
-            holder.pages += fresh
-        holder.tokens.append(token)
-        self.write(holder, holder.computed, holder.computed + 1)
-        holder.computed += 1
+        for token in tokens:
+            need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages)
+            if need > 0:
+                fresh = self.pool.take(need)
+                self.spill()
+                if fresh is None:
+                    return
+                holder.pages += fresh
+            holder.tokens.append(token)
+            self.write(holder, holder.computed, holder.computed + 1)
+            holder.computed += 1
 
-    @rule(holder=consumes(holders), returns=st.booleans())
-    def leave(self, holder: Holder, returns: bool) -> None:
+    @rule(holder=consumes(holders))
+    def leave(self, holder: Holder) -> None:
+        if holder in self.alive:
+            self.alive.remove(holder)
+            self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed)
+
+    @rule(target=preempted, holder=consumes(holders))
+    def preempt(self, holder: Holder):
+        if holder not in self.alive:
+            return multiple()
         self.alive.remove(holder)
-        self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed, returns=returns)
+        self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed, returns=True)
+        return (holder.salt, holder.tokens)
+
+    @rule()
+    def all_leave(self) -> None:
+        for holder in list(self.alive):
+            self.leave(holder)
+
+    @rule(dice=st.integers(0, 19))
+    def restart(self, dice: int) -> None:
+        """The engine ends; what the disk has is left, with what is brought there at the end."""
+        if dice != 7 or self.disk is None:
+            return
+        self.spill()
+        for key, page in self.cache.keepsakes().items():
+            self.disk.save(Block([key], [self.page(page)]), [0])
+        for block in self.tier.blocks():
+            self.disk.save(block, self.tier.live(block))
+        self.events["restarted"] += 1
+        self.begin()
 
     @invariant()
     def sound(self) -> None:
+        self.events["steps"] += 1
         self.pool.check(page for holder in self.alive for page in holder.pages)
         self.cache.check()
         self.tier.check()
         for holder in self.alive:
             self.check_reads(holder)
 
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.events["dropped"] += self.tier.counts.dropped
+            self.events["refused"] += self.tier.counts.refused
 
-TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)
+
+@pytest.mark.timeout(600)
+def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
+    """And whatever may happen does: a run in which nothing is spilled or restored proves nothing."""
+    CacheMachine.events.clear()
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=350, stateful_step_count=80, deadline=None))
+    events = CacheMachine.events
+    assert events["steps"] >= 20_000
+    often = {
+        name: events[name] for name in ("spilled", "loaded", "copied", "no room", "dropped", "waited for the disk")
+    }
+    assert min(often.values()) >= 100, often
+    seldom = ("loaded a tail", "loaded under a full tier", "came from the disk", "restarted", "refused")
+    assert min(events[name] for name in seldom) >= 20, events
 
 
 def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:

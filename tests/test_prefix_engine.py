@@ -55,7 +55,9 @@ def test_many_completions_share_one_prefill(llm):
 
 
 def computed(llm: jaxserve.LLM) -> float:
-    return llm.metrics.get_sample_value("jaxserve:iteration_tokens_total_sum", {"model_name": llm.config.model, "engine": "0"})
+    return llm.metrics.get_sample_value(
+        "jaxserve:iteration_tokens_total_sum", {"model_name": llm.config.model, "engine": "0"}
+    )
 
 
 def test_prompt_logprobs_are_computed_though_the_prompt_is_known(llm, plain):
