@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup
+from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers
 
 COMMANDS = {
     "offline": offline,
@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": compare,
     "export": export,
     "soak": soak,
+    "tiers": tiers,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxserve.buckets import Buckets, StepBucket, pad_to
+from jaxserve.host_tier import Restore, Spill
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sequence import Chunk, Sequence, StepPlan
 
@@ -30,6 +31,9 @@ CHOICE_FIELDS = (
 """Columns of a packed sampling row, each 32 bits, in the order of ``sampler.Choice``."""
 
 _COLUMN = {name: i for i, (name, _) in enumerate(CHOICE_FIELDS)}
+
+COPIES = 8
+"""Pages that one call copies."""
 
 PROMPT_BIT = 1 << 15
 """In a slot's counts: the token stands in the prompt. The bits below count its appearances in the output."""
@@ -76,6 +80,10 @@ class StepBatch:
     mask_words: np.ndarray
     """uint32 ``[M, ceil(V / 32)]``."""
     prompt_rows: list[PromptRows]
+    spills: list[Spill]
+    restores: list[Restore]
+    copies: list[np.ndarray]
+    """int32 ``[2, COPIES]`` each: pages to copy first, from and to. Padding copies page 0 to itself."""
 
 
 def ints_size(bucket: StepBucket, width: int) -> int:
@@ -164,8 +172,21 @@ class Packer:
         elif live[:, _COLUMN["temperature"]].any():
             mode = "random"
         wants = any(s.params.logprobs is not None for s in plan.sampled)
-        masks = self._masks(plan.sampled)
-        return StepBatch(bucket, ints, picks, choice, mode, sampled, wants, slot_rows, *masks, prompt_rows)
+        return StepBatch(
+            bucket,
+            ints,
+            picks,
+            choice,
+            mode,
+            sampled,
+            wants,
+            slot_rows,
+            *self._masks(plan.sampled),
+            prompt_rows,
+            plan.spills,
+            plan.restores,
+            pack_copies(plan.copies),
+        )
 
     def _refresh(self, plan: StepPlan) -> list[tuple[int, SlotRow]]:
         """Bring the buffers of the plan's slots up to date; returns the slot states to upload."""
@@ -263,6 +284,17 @@ class Packer:
             targets[:count] = seq.prompt[start + 1 : start + 1 + count]
             out.append(PromptRows(seq, start + 1, picks.astype(np.int32), targets, count))
         return out
+
+
+def pack_copies(copies: list[tuple[int, int]]) -> list[np.ndarray]:
+    """Pairs of pages as blocks of COPIES."""
+    blocks = []
+    for start in range(0, len(copies), COPIES):
+        block = np.zeros((2, COPIES), np.int32)
+        some = copies[start : start + COPIES]
+        block[:, : len(some)] = np.array(some, np.int32).T
+        blocks.append(block)
+    return blocks
 
 
 def pack_bits(mask: np.ndarray) -> np.ndarray:

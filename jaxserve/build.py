@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,11 +16,16 @@ from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.disk_store import DiskError, DiskStore
+from jaxserve.disk_tier import DiskTier
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
+from jaxserve.host_tier import HostTier
+from jaxserve.identity import identity
 from jaxserve.metrics import EngineMetrics
 from jaxserve.models import dense
 from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
 from jaxserve.progress import Progress
 from jaxserve.report import Report
@@ -37,6 +43,8 @@ class Limits:
     max_num_seqs: int
     buckets: Buckets
     num_pages: int
+    host_bytes: int
+    """For KV pages that leave the devices."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,9 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         programs, limits = size(config, model, specs, dtype, mesh, store, report)
         runner = _runner(config, programs, store, source, report)
         words = tokenizer.result()
+        if config.kv_checksums and not limits.host_bytes:
+            raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
+        disk = _disk(config, programs, runner, store, report)
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
         limits.buckets,
@@ -81,21 +92,28 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         vocab_size=programs.vocab,
         stop_ids=tuple(eos),
     )
+    pool = PagePool(limits.num_pages, config.page_size)
+    tier = None
+    if limits.host_bytes:
+        tier = HostTier(limits.host_bytes, programs.record_bytes, checked=config.kv_checksums)
     scheduler = Scheduler(
-        PagePool(limits.num_pages, config.page_size),
+        pool,
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
+        cache=PrefixCache(pool, "" if disk is None else disk.store.identity, tier, disk)
+        if config.prefix_caching
+        else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
     metrics.cache_config(
         block_size=config.page_size,
         num_gpu_blocks=limits.num_pages - 1,
         cache_dtype=dtype,
-        enable_prefix_caching=False,
+        enable_prefix_caching=config.prefix_caching,
     )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
-    _describe(report, config, source, model, dtype, mesh, programs, limits, store)
+    _describe(report, config, source, model, dtype, mesh, programs, limits, disk, store)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
 
 
@@ -176,11 +194,23 @@ def size(
     cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, dtype)
     per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
     page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
+    host_bytes = memory.host_budget(config, gpu=gpu)
 
     def programs(num_pages: int, max_model_len: int) -> ProgramSet:
         width = -(-max_model_len // config.page_size)
         return ProgramSet(
-            model, mesh, buckets, cache, specs, dtype, num_pages, config.page_size, width, max_num_seqs, per_program
+            cfg=model,
+            mesh=mesh,
+            buckets=buckets,
+            cache=cache,
+            specs=specs,
+            dtype=dtype,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            width=width,
+            max_num_seqs=max_num_seqs,
+            host_tier=host_bytes > 0,
+            layers_per_program=per_program,
         )
 
     weights = params.nbytes(specs, dtype) // config.tensor_parallel
@@ -200,7 +230,7 @@ def size(
             )
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
-    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages)
+    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -240,6 +270,21 @@ def _runner(
             return Runner(programs, compiled, weights.result(), state.result())
 
 
+def _disk(
+    config: EngineConfig, programs: ProgramSet, runner: Runner, store: ExecutableStore, report: Report
+) -> DiskTier | None:
+    """Open the disk tier. Raises ``ConfigError`` where the folder cannot be used."""
+    if config.disk_kv_path is None:
+        return None
+    with report.phase("KV pages on disk"):
+        name = identity(programs, runner.weights, store)
+        try:
+            found = DiskStore(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
+        except DiskError as error:
+            raise ConfigError(f"disk_kv_path: {error}") from None
+        return DiskTier(found, runner.place)
+
+
 def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:
     with report.phase("KV cache (beside)"):
         return jax.block_until_ready(DeviceState(*store.build(programs.zeros())()))
@@ -273,6 +318,7 @@ def _describe(
     mesh: Mesh,
     programs: ProgramSet,
     limits: Limits,
+    disk: DiskTier | None,
     store: ExecutableStore,
 ) -> None:
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
@@ -295,8 +341,12 @@ def _describe(
         pages=limits.num_pages - 1,
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
-        prefix_reuse="off: not built yet",
+        host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
+        disk_tokens_that_fit=0 if disk is None else disk.store.capacity * config.page_size,
+        prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
+    if disk is not None:
+        report.add("kv cache", disk_folder=str(disk.store.folder), disk_tokens_there=len(disk.store) * config.page_size)
     report.add(
         "limits",
         max_model_len=limits.max_model_len,

@@ -79,6 +79,17 @@ class EngineConfig:
     device_memory_utilization: float | None = _option(
         None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
     )
+    host_kv_gib: float | None = _option(
+        None, "GiB of pinned host memory for KV pages that leave the device; 8 on a GPU, none on a CPU by default."
+    )
+    disk_kv_path: str | None = _option(
+        None, "A folder for KV pages that leave host memory; it survives restarts. None by default."
+    )
+    disk_kv_gib: float | None = _option(None, "GiB that the folder may take; 16 by default.")
+    kv_checksums: bool = _option(
+        False, "Compare every KV page with its checksum before it comes back from the host (to find faults; slow)."
+    )
+    prefix_caching: bool = _option(True, "Keep KV pages after a request, for prompts that begin like it.")
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
         None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
@@ -110,7 +121,23 @@ class EngineConfig:
         share = self.device_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")
-        for name in ("overlap", "load_progress", "forbid_compile"):
+        for name in ("host_kv_gib", "disk_kv_gib"):
+            room = getattr(self, name)
+            if room is None:
+                continue
+            if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
+                raise ConfigError(f"{name} must be a number of at least 0, got {room!r}")
+            if room and not self.prefix_caching:
+                raise ConfigError(f"{name} needs prefix_caching")
+        if self.disk_kv_path is not None and not (isinstance(self.disk_kv_path, str) and self.disk_kv_path.strip()):
+            raise ConfigError(f"disk_kv_path must name a folder, got {self.disk_kv_path!r}")
+        if self.disk_kv_path is not None and not self.prefix_caching:
+            raise ConfigError("disk_kv_path needs prefix_caching")
+        if self.disk_kv_path is not None and self.host_kv_gib == 0:
+            raise ConfigError("disk_kv_path needs host_kv_gib: pages go to the disk and come back through host memory")
+        if self.disk_kv_gib is not None and self.disk_kv_path is None:
+            raise ConfigError("disk_kv_gib needs disk_kv_path")
+        for name in ("overlap", "kv_checksums", "prefix_caching", "load_progress", "forbid_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

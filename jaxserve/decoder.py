@@ -28,6 +28,38 @@ class Context(NamedTuple):
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
 
 
+def copy_pages(kv: list[KV], pairs: jax.Array) -> list[KV]:
+    """Every layer's pages ``pairs[0]`` copied to ``pairs[1]``, int32 ``[2, C]``; all are read before any is written."""
+    source, target = pairs
+    return jax.tree.map(lambda pages: pages.at[target].set(pages[source]), kv)
+
+
+def spill_pages(kv: list[KV], pages: jax.Array, heads: jax.Array | None) -> jax.Array:
+    """Pages int32 ``[N]`` of all layers as records ``[N, L, 2, K, G, D]``; ``heads`` picks the KV heads where some are
+    padding or replicas, so that a record does not depend on the number of devices."""
+
+    def rows(array: jax.Array) -> jax.Array:
+        if heads is not None:
+            return array[pages][:, heads].reshape(len(pages), -1)
+        return array.reshape(len(array), -1)[pages]  # a page as one row: XLA's CPU code copies long rows best
+
+    _, _, size, dim = kv[0][0].shape
+    found = jnp.stack([rows(array) for pair in kv for array in pair], axis=1)
+    return found.reshape(len(pages), len(kv), 2, -1, size, dim)
+
+
+def restore_pages(kv: list[KV], records: jax.Array, pages: jax.Array, heads: jax.Array | None) -> list[KV]:
+    """Write records to pages int32 ``[N]`` of all layers; ``heads`` says which of a record's heads each KV head is."""
+    if heads is not None:
+        records = records[:, :, :, heads]
+    records = records.reshape(*records.shape[:3], -1)
+
+    def write(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return array.reshape(len(array), -1).at[pages].set(rows, mode="promise_in_bounds").reshape(array.shape)
+
+    return [(write(k, records[:, i, 0]), write(v, records[:, i, 1])) for i, (k, v) in enumerate(kv)]
+
+
 def ropes(cfg: ModelConfig) -> list:
     return list(dict.fromkeys(spec.rope for spec in cfg.layers))
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from jaxserve.batch import Packer, StepBatch
 from jaxserve.constraint import GRACE_SECONDS, Mask, MaskPool
+from jaxserve.host_tier import Block
 from jaxserve.metrics import EngineMetrics
 from jaxserve.output import LogprobRows, SequenceOutput
 from jaxserve.request import Delta, EngineDeadError, FinishReason, QueueFullError, TokenLogprob
@@ -83,6 +84,8 @@ class Engine:
         self._progress = time.monotonic()
         self._flight: deque[tuple[StepPlan, Any]] = deque()
         self._preemptions = 0
+        self._transfers: deque[tuple[Block, float]] = deque()
+        """Spills that have not been seen to end, and when they were launched."""
         self._masks = MaskPool(self._mask_ready)
         self._ready: deque[tuple[Any, Mask]] = deque()
         """Masks that have been computed and not taken in yet."""
@@ -93,6 +96,10 @@ class Engine:
         self._stalled = False
         """Nothing can run before a mask is ready."""
         self._grace = 0.0
+        cache = scheduler.cache
+        self._disk = None if cache is None else cache.disk
+        if self._disk is not None:
+            self._disk.notify = self._notify
         self.thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -141,6 +148,10 @@ class Engine:
         if self._closing or not self.thread.is_alive():
             raise EngineDeadError("the engine is closed")
 
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -175,7 +186,21 @@ class Engine:
                 self._end_entry(self._entries[item], "abort")
         for seq, mask in ready:
             self._take_mask(seq, mask)
+        self._take_records()
         return not closing
+
+    def _take_records(self) -> None:
+        """What has come from the disk goes to the host tier; whoever waited for it can be admitted."""
+        if self._disk is None or not self._disk.has_arrived:
+            return
+        cache = self.scheduler.cache
+        assert cache is not None
+        assert cache.tier is not None
+        for arrival in self._disk.arrived():
+            for keys, data in arrival.blocks:
+                cache.tier.adopt(keys, data)
+        self._stalled = False
+        self._progress = time.monotonic()
 
     def _wait(self) -> bool:
         """Wait while there is nothing to do, with ``_wake`` held. False when there is, or may be."""
@@ -189,6 +214,8 @@ class Engine:
             self._soon.clear()
         if self._ready or self._flight or not (self.scheduler.idle or self._stalled):
             return False
+        if self._disk is not None and self._disk.has_arrived:
+            return False
         self._wake.wait()
         return True
 
@@ -198,10 +225,14 @@ class Engine:
         if plan is not None:
             self._note_admissions(plan)
             self._flight.append((plan, self.runner.launch(self.packer.pack(plan))))
+            now = time.monotonic()
+            self._transfers.extend((spill.block, now) for spill in plan.spills)
+            for restore in plan.restores:
+                self.metrics.restored(restore.block.nbytes)
         if self._flight and (plan is None or len(self._flight) > self.depth):
             self._collect(*self._flight.popleft())
         elif plan is None and not self.scheduler.idle:
-            if not self._awaited:
+            if not (self._awaited or (self._disk is not None and self._disk.reading)):
                 raise RuntimeError("sequences wait but none can run: the scheduler is stuck")
             self._stalled = True
         if self.scheduler.idle and not self._flight:
@@ -212,13 +243,28 @@ class Engine:
         now = time.monotonic()
         for chunk in plan.chunks:
             seq = chunk.seq
-            if chunk.start == 0 and seq.preemptions == 0:
+            if chunk.first and seq.chain is not None:
+                self._note_reuse(seq, chunk.start)
+            if chunk.first and seq.preemptions == 0:
                 self._queued -= 1
                 seq.admitted_at = now
                 entry = self._entries[seq.request_id]
                 if not entry.admitted:
                     entry.admitted = True
                     self.metrics.admitted(now - seq.arrived_at, len(seq.prompt))
+
+    def _note_reuse(self, seq: Sequence, known: int) -> None:
+        """A sequence has been admitted with its first ``known`` tokens in the cache."""
+        size = self.scheduler.pool.page_size
+        loaded = min(seq.loaded * size, known)
+        disk = min(seq.from_disk * size, loaded)
+        if seq.preemptions == 0:
+            self.metrics.prefix_lookup(len(seq.prompt), known)
+            self.metrics.reused(known - loaded, loaded - disk, disk)
+        elif known < len(seq) - 1:
+            self.metrics.resumed("recompute")
+        else:
+            self.metrics.resumed("disk" if disk else "host" if loaded else "device")
 
     def _collect(self, plan: StepPlan, step: Any) -> None:
         result = self.runner.collect(step)
@@ -350,6 +396,32 @@ class Engine:
             self.metrics.preempted(scheduler.preemptions - self._preemptions)
             self._preemptions = scheduler.preemptions
         self.metrics.step(tokens, len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+        self._note_transfers()
+
+    def _note_transfers(self) -> None:
+        cache = self.scheduler.cache
+        tier = None if cache is None else cache.tier
+        while self._transfers and self._transfers[0][0].ready:
+            block, launched = self._transfers.popleft()
+            self.metrics.spilled(block.nbytes, time.monotonic() - launched)
+            if tier is not None:
+                tier.seal(block)
+        if cache is None:
+            return
+        self.metrics.tiers(self.scheduler.pool.kept, len(self._transfers))
+        if tier is not None:
+            counts = tier.counts
+            self.metrics.host_tier(tier.usage, counts.dropped, counts.refused, counts.damaged)
+        if self._disk is not None:
+            store = self._disk.store
+            moved = {"read": store.counts.read, "write": store.counts.written}
+            self.metrics.disk_tier(
+                self._disk.usage,
+                self._disk.pending,
+                {way: count * store.record_bytes for way, count in moved.items()},
+                self._disk.read_seconds,
+                {"evicted": store.counts.evicted, "refused": store.counts.refused, "damaged": store.counts.damaged},
+            )
 
     def _end_all(self) -> None:
         """The loop is over: collect nothing more, tell everybody."""

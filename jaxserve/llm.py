@@ -16,6 +16,7 @@ import jax
 from jaxserve.build import build
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import Health, OnDelta
+from jaxserve.keeping import keep
 from jaxserve.output import SequenceOutput
 from jaxserve.progress import Progress
 from jaxserve.request import (
@@ -64,6 +65,7 @@ class LLM:
         self._watch_compilation()
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
+        self._closed = False
         self._engine.start()
 
     @functools.cached_property
@@ -140,13 +142,16 @@ class LLM:
 
     # -- for servers --------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0) -> str:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, *, on_delta: OnDelta, priority: int = 0, cache_salt: str = ""
+    ) -> str:
         """Queue a request; ``on_delta`` is called on the engine's thread and must be quick. Returns the request's id.
 
-        With ``structured_outputs`` the grammar is compiled here, on the caller's thread. Raises ``RequestError`` (what
-        is wrong with the request), ``QueueFullError`` or ``EngineDeadError``.
+        Only requests with the same ``cache_salt`` reuse each other's KV pages. With ``structured_outputs`` the grammar
+        is compiled here, on the caller's thread. Raises ``RequestError`` (what is wrong with the request),
+        ``QueueFullError`` or ``EngineDeadError``.
         """
-        request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority)
+        request_id, sequences, _ = self._prepare(prompt, params, on_delta, priority, cache_salt)
         self._engine.submit(request_id, sequences, on_delta)
         return request_id
 
@@ -181,6 +186,10 @@ class LLM:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
         atexit.unregister(self._at_exit)
+        cache = self._engine.scheduler.cache
+        if cache is not None and not self._closed:
+            keep(cache, self._built.runner if self._engine.error is None else None)
+        self._closed = True
         if self._engine.error is None:
             self._built.runner.wait()
         if self._listener is not None:
@@ -215,7 +224,7 @@ class LLM:
         return list(params)
 
     def _prepare(
-        self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams, on_delta: OnDelta, priority: int = 0, cache_salt: str = ""
     ) -> tuple[str, list[SequenceOutput], RequestOutput]:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r:.80}", param="priority")
@@ -232,6 +241,7 @@ class LLM:
         if params.echo and text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         sequences = []
+        cache = self._engine.scheduler.cache
         base = params.seed if params.seed is not None else self._fresh_seed()
         for index in range(params.n):
             own = params if index == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
@@ -245,6 +255,7 @@ class LLM:
                 bad_words=bad,
                 constraint=None if grammar is None else grammar.start(),
                 priority=priority,
+                chain=None if cache is None else cache.chain(ids, cache_salt),
             )
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None] * len(ids)

@@ -9,6 +9,11 @@ from jaxserve.config import ConfigError, EngineConfig
 
 GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.5
+HOST_KV_GIB = 8
+"""What a GPU's host gives to pages that leave the device, unless told otherwise."""
+STAGING_KV_GIB = 1
+"""What a CPU's pages pass through on their way to the disk, unless told otherwise."""
+DISK_KV_GIB = 16
 CPU_KV_BYTES = 1 << 30
 """What a CPU gives the KV cache unless told otherwise: its memory is for others too."""
 
@@ -22,10 +27,15 @@ class Memory:
 
 
 def measure(device: jax.Device) -> Memory:
-    """What the device's allocator may use; for a CPU, the machine's memory or its control group's."""
+    """What the device's allocator may use; for a CPU, the host's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+    return host()
+
+
+def host() -> Memory:
+    """The machine's memory, or its control group's."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value = line.split(":")
@@ -38,6 +48,27 @@ def measure(device: jax.Device) -> Memory:
     except (OSError, ValueError):
         pass
     return Memory(total, free)
+
+
+def host_budget(config: EngineConfig, *, gpu: bool) -> int:
+    """Bytes of host memory for KV pages that leave the device. Raises ``ConfigError`` where they are not there."""
+    if not config.prefix_caching:
+        return 0
+    default = HOST_KV_GIB if gpu else STAGING_KV_GIB if config.disk_kv_path is not None else 0
+    wanted = default if config.host_kv_gib is None else config.host_kv_gib
+    budget, free = int(wanted * 2**30), host().free
+    if budget > free:
+        if config.host_kv_gib is None:
+            return free // 4
+        raise ConfigError(f"host_kv_gib {wanted:g} does not fit: {free / 2**30:.1f} GiB of host memory are free")
+    return budget
+
+
+def disk_budget(config: EngineConfig) -> int:
+    """Bytes on disk for KV pages."""
+    if config.disk_kv_path is None:
+        return 0
+    return int((DISK_KV_GIB if config.disk_kv_gib is None else config.disk_kv_gib) * 2**30)
 
 
 def kv_budget(config: EngineConfig, memory: Memory, *, gpu: bool, weights: int, temporaries: int) -> int:

@@ -40,6 +40,9 @@ COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TIMES = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 
 LABELS = ("model_name", "engine")
+TIERS = ("device", "host", "disk")
+WAYS = ("read", "write")
+LOSSES = ("evicted", "refused", "damaged")
 ENGINE = "0"
 """The number of the engine, which the peer's dashboards ask for; a process has one."""
 
@@ -156,6 +159,34 @@ class EngineMetrics(Collector):
         self._rejections = counter("admission_rejections", "Requests refused or given up.", "reason", refusals)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._cached = counter(
+            "prompt_tokens_cached_by_source", "Prompt tokens that were not computed.", "source", TIERS
+        )
+        self._resumes = counter(
+            "preemption_resumes",
+            "Preempted sequences that went on: with all they had in one tier or several, or computing it again.",
+            "kind",
+            (*TIERS, "recompute"),
+        )
+        self._host_usage = gauge("host_kv_usage_perc", "Share of the host's KV memory in use; 1 is all of it.")
+        self._kept = gauge("prefix_cache_pages", "KV pages that nobody holds and whose content is kept.")
+        self._pending = gauge("kv_offload_pending_transfers", "Transfers to the host that have not come to an end.")
+        ways = ("device_to_host", "host_to_device")
+        self._moved = counter("kv_offload_total_bytes", "Bytes of KV pages moved.", "transfer_type", ways)
+        self._moving = counter(
+            "kv_offload_total_time", "Seconds from the launch of a transfer to its end.", "transfer_type", ways[:1]
+        )
+        self._dropped = counter(
+            "host_kv_dropped_pages",
+            "Pages whose content the host lost: for want of memory, or its checksum was wrong.",
+            "reason",
+            LOSSES,
+        )
+        self._disk_usage = gauge("disk_kv_usage_perc", "Share of the disk's room for KV pages in use; 1 is all of it.")
+        self._disk_pending = gauge("disk_kv_pending_writes", "Blocks of KV pages that wait to be written to the disk.")
+        self._disk_moved = counter("disk_kv_bytes", "Bytes of KV pages on their way to the disk and back.", "way", WAYS)
+        self._disk_reading = counter("disk_kv_read_seconds", "Seconds that KV pages took to come from the disk.")
+        self._disk_dropped = counter("disk_kv_dropped_pages", "Pages that the disk lost.", "reason", LOSSES)
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
@@ -271,6 +302,49 @@ class EngineMetrics(Collector):
         """A prompt of ``queries`` tokens was looked up in the prefix cache, which had the first ``hits`` of them."""
         self._prefix_queries.add(queries)
         self._prefix_hits.add(hits)
+
+    @_guarded
+    def reused(self, device: int, host: int, disk: int) -> None:
+        """Tokens of a sequence's text that were known when it was admitted, by where they were."""
+        for tier, tokens in zip(TIERS, (device, host, disk), strict=True):
+            self._cached.add(tokens, tier)
+
+    @_guarded
+    def resumed(self, kind: str) -> None:
+        """A preempted sequence has been admitted again: one of TIERS, or ``recompute``."""
+        self._resumes.add(1, kind)
+
+    @_guarded
+    def tiers(self, kept: int, pending: int) -> None:
+        """Pages on the device that nobody holds, and transfers on their way."""
+        self._kept.value, self._pending.value = kept, pending
+
+    @_guarded
+    def host_tier(self, usage: float, evicted: int, refused: int, damaged: int) -> None:
+        """How full the host tier is, and the pages it has lost from the start."""
+        self._host_usage.value = usage
+        self._dropped.values |= dict(zip(LOSSES, (evicted, refused, damaged), strict=True))
+
+    @_guarded
+    def disk_tier(
+        self, usage: float, pending: int, moved: dict[str, int], read_seconds: float, lost: dict[str, int]
+    ) -> None:
+        """The same of the disk; bytes ``moved`` by way, seconds and pages ``lost`` by reason count from the start."""
+        self._disk_usage.value, self._disk_pending.value = usage, pending
+        self._disk_moved.values |= moved
+        self._disk_reading.values[""] = read_seconds
+        self._disk_dropped.values |= lost
+
+    @_guarded
+    def spilled(self, nbytes: int, seconds: float) -> None:
+        """A transfer to the host has ended, ``seconds`` after its launch."""
+        self._moved.add(nbytes, "device_to_host")
+        self._moving.add(seconds, "device_to_host")
+
+    @_guarded
+    def restored(self, nbytes: int) -> None:
+        """A transfer from the host has been launched."""
+        self._moved.add(nbytes, "host_to_device")
 
     @_guarded
     def cache_config(self, **facts: object) -> None:

@@ -96,14 +96,24 @@ class SequenceOutput:
         stop: int | str | None,
         error: str | None = None,
     ) -> Delta:
-        prompt_logprobs = None
+        prompt_logprobs = cached = None
         if not self.started:
             self.started = True
+            cached = self.seq.cached if self.seq.index == 0 else None
             if self.seq.prompt_logprobs is not None:
                 prompt_logprobs = tuple(self.seq.prompt_logprobs)
             if self.echo is not None:
                 text, tokens = self.echo + text, (*self.seq.prompt, *tokens)
         logprobs = (logprob,) if logprob is not None else None
         return Delta(
-            self.seq.request_id, self.seq.index, tokens, text, logprobs, prompt_logprobs, reason, stop, False, error
+            self.seq.request_id,
+            self.seq.index,
+            tokens,
+            text,
+            logprobs,
+            prompt_logprobs,
+            reason,
+            stop,
+            error=error,
+            cached_tokens=cached,
         )

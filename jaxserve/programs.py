@@ -6,6 +6,7 @@ nothing but in the smallest steps, where the calls show; on a GPU one program of
 runs the same functions.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve import decoder, sampler
-from jaxserve.batch import CHOICE_FIELDS, ints_size, split_ints
+from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import LayerSpec, ModelConfig
 from jaxserve.executables import Program
+from jaxserve.host_tier import SIZES
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
-from jaxserve.sharding import sharding
+from jaxserve.sharding import head_layout, sharding
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class ProgramSet:
     width: int
     """Pages of the longest sequence."""
     max_num_seqs: int
+    host_tier: bool
+    """Whether pages go to host memory and come back."""
     layers_per_program: int | None
     """0 means all; None one where there are prompt tokens, DECODE_LAYERS elsewhere."""
 
@@ -146,11 +150,56 @@ class ProgramSet:
             yield from self.heads(rows)
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
+        kv = [self.kv] * self.cfg.num_layers
+        yield self._program("copy", decoder.copy_pages, (kv, self.array((2, COPIES), jnp.int32)), (0,), kv)
+        if self.host_tier:
+            for records in SIZES:
+                yield from self.transfers(records)
         yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
         for rows in self.buckets.masks:
             words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
             args = (state.allowed, self.array((rows,), jnp.int32), words)
             yield self._program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, G, D]``."""
+        _, _, size, dim = self.cache.page_shape(self.num_pages, self.page_size)
+        return (self.cfg.num_layers, 2, self.cfg.num_kv_heads, size, dim)
+
+    @property
+    def record_bytes(self) -> int:
+        return math.prod(self.record_shape) * jnp.dtype(self.cache.dtype).itemsize
+
+    @property
+    def _kv_source(self) -> tuple[tuple[int, ...], bool]:
+        """Which of the model's KV heads each of ours is, and whether they are the same."""
+        layout = head_layout(self.cfg.num_heads, self.cfg.num_kv_heads, self.mesh.size).kv_source
+        return layout, layout == tuple(range(self.cfg.num_kv_heads))
+
+    def block(self, records: int) -> Abstract:
+        """Records in pinned host memory, ``[N, L, 2, K, G, D]``."""
+        axes = (None, None, None, "kv_heads" if self._kv_source[1] else None, None, None)
+        host = sharding(self.mesh, axes).with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct((records, *self.record_shape), jnp.dtype(self.cache.dtype), sharding=host)
+
+    def transfers(self, records: int) -> Iterator[Program]:
+        """``spill N``: pages to a block of N records in host memory; ``restore N``: back."""
+        layout, plain = self._kv_source
+        out = None if plain else jnp.array([layout.index(head) for head in range(self.cfg.num_kv_heads)])
+        back = None if plain else jnp.array([max(head, 0) for head in layout])
+        kv = [self.kv] * self.cfg.num_layers
+        block = self.block(records)
+        pages = self.array((records,), jnp.int32)
+
+        def spill(kv: list, pages: jax.Array) -> jax.Array:
+            return decoder.spill_pages(kv, pages, out)
+
+        def restore(kv: list, block: jax.Array, pages: jax.Array) -> list:
+            return decoder.restore_pages(kv, block, pages, back)
+
+        yield self._program(f"spill {records}", spill, (kv, pages), (), block)
+        yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
 
     def embed(self, bucket: StepBucket) -> Program:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:

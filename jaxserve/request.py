@@ -313,6 +313,8 @@ class Delta:
     """The stop string or stop token id that ended it; None for end of sequence."""
     request_done: bool = False
     error: str | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that were known and not computed; in the first delta of completion 0."""
 
 
 @dataclass(slots=True)
@@ -335,6 +337,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that were known and not computed."""
 
     @property
     def finished(self) -> bool:
@@ -348,6 +352,8 @@ class RequestOutput:
         if delta.logprobs is not None:
             output.logprobs = output.logprobs or []
             output.logprobs.extend(delta.logprobs)
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         if delta.finish_reason is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.batch import PromptRows, StepBatch
 from jaxserve.buckets import StepBucket
 from jaxserve.executables import Compiled
+from jaxserve.host_tier import Spill
 from jaxserve.params import Params
 from jaxserve.programs import ProgramSet
 from jaxserve.sampler import Logprobs
@@ -82,6 +83,7 @@ class Runner:
             masks = run[f"masks {len(batch.mask_slots)}"]
             allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
             state.slots = state.slots._replace(allowed=allowed)
+        self._move(batch)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         for call, weights, where in self.calls[bucket]:
             state.kv[where], x = call(weights, state.kv[where], x, ctx)
@@ -89,6 +91,27 @@ class Runner:
         if batch.sampled:
             tokens, logprobs = self._sample(batch, x)
         return InFlight(batch, tokens, logprobs, [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows])
+
+    def _move(self, batch: StepBatch) -> None:
+        """Pages to the host, from the host, and from one to another, in this order."""
+        run, state = self.compiled, self.state
+        for spill in batch.spills:
+            self.spill(spill)
+        for restore in batch.restores:
+            pages = np.array(restore.pages, np.int32)
+            state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
+        for pairs in batch.copies:
+            state.kv = run["copy"](state.kv, pairs)
+
+    def spill(self, spill: Spill) -> None:
+        """Start copying pages to the host."""
+        program = self.compiled[f"spill {len(spill.pages)}"]
+        spill.block.data = program(self.state.kv, np.array(spill.pages, np.int32))
+
+    def place(self, records: np.ndarray) -> jax.Array:
+        """The data of a block: records as bytes, uint8 ``[N, record_bytes]``, in the host memory that restores read."""
+        block = self.programs.block(len(records))
+        return jax.device_put(records.view(block.dtype).reshape(block.shape), block.sharding)
 
     def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)

@@ -1,26 +1,41 @@
 """Which tokens to compute next: continuous batching under a token budget. Policy only; imports no jax.
 
 Every step, running sequences decode first; what is left of the prompt budget goes to prompts already begun, then to new
-ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are.
-When a running sequence needs a page and none is free, the one last in order is preempted: it gives everything back and
-is computed again later, its tokens kept. The first in order is never preempted, so something always progresses.
+ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are;
+what the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
+When a running sequence needs a page and none is free, another is preempted: it gives everything back, and goes on later
+with what the prefix cache still has of it; the rest is computed again. Whoever is earlier in order is never preempted
+for one who is later, so the first always progresses. Among the rest the lowest priority goes, and there whoever has
+been preempted least, and then came last. Coming back takes the more free pages the more often one has had to go.
 """
 
 import bisect
+from collections.abc import Iterator
+from itertools import islice
 
+from jaxserve.host_tier import Block, Restore
 from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import Hit, PrefixCache
 from jaxserve.request import FinishReason
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
+
+NOTHING = Hit(0, [])
+LOOK_AHEAD = 256
+"""Waiting sequences that are looked at for one that can go, where those before wait for each other's prompts."""
 
 
 class Scheduler:
     """Owns the waiting and the running sequences, the slots and the pages.
 
     ``prompt_tokens`` is the budget of prompt tokens a step, a multiple of ``block``: a chunk occupies whole blocks.
+    Sequences with a ``chain`` need a ``cache`` over the same pool.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int):
+    def __init__(
+        self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int, cache: PrefixCache | None = None
+    ):
         self.pool = pool
+        self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.blocks = prompt_tokens // block
         self.block = block
@@ -30,6 +45,8 @@ class Scheduler:
         """Finished or preempted while a step in flight still writes to their pages."""
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.preemptions = 0
+        self._coming: dict[bytes, Sequence] = {}
+        """Keys of pages that a running sequence is about to compute."""
 
     @property
     def idle(self) -> bool:
@@ -43,16 +60,22 @@ class Scheduler:
         before = self.preemptions
         decodes = self._decodes()
         chunks = self._continue_prompts()
-        if self.preemptions == before:
-            self._admit(chunks)
         plan = StepPlan(decodes, chunks)
+        if self.preemptions == before:
+            self._admit(plan)
+        self._enter(plan)
         for seq in plan.decodes:
             seq.computed += 1
         for seq in plan.sequences:
             seq.in_flight += 1
         for seq in plan.sampled:
             seq.pending += 1
-        return plan if decodes or chunks else None
+        if not (decodes or chunks):
+            return None
+        if self.cache is not None:
+            plan.spills.extend(self.cache.spills)
+            self.cache.spills.clear()
+        return plan
 
     def _decodes(self) -> list[Sequence]:
         chosen = []
@@ -74,12 +97,17 @@ class Scheduler:
         while (pages := self.pool.take(need)) is None:
             if sum(len(s.pages) for s in self.leaving) + self.pool.free >= need:
                 return False  # enough comes back when the step in flight is collected
-            victim = self.running[-1]
+            victim = self._victim(seq)
             self._preempt(victim)
             if victim is seq:
                 return False
         seq.pages += pages
         return True
+
+    def _victim(self, needy: Sequence) -> Sequence:
+        """Who gives way: one after ``needy`` in order, or ``needy`` itself where there is none."""
+        later = self.running[self.running.index(needy) + 1 :] or [needy]
+        return min(later, key=lambda seq: (-seq.priority, seq.preemptions, -seq.arrival, -seq.index))
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -100,35 +128,126 @@ class Scheduler:
                 left -= self._chunk(seq, left, chunks)
         return chunks
 
-    def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk]) -> int:
-        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes.
-
-        The last chunk chooses a token, so it waits where the sequence's mask is not there yet.
-        """
-        left = seq.prefill_end - seq.computed
-        count = min(left, blocks * self.block)
-        if count == left and seq.awaits_mask:
-            return 0
+    def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk], *, first: bool = False) -> int:
+        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes."""
+        count = min(seq.prefill_end - seq.computed, blocks * self.block)
         start, seq.computed = seq.computed, seq.computed + count
-        chunks.append(Chunk(seq, start, count, final=not seq.prefilling))
+        chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)
 
-    def _admit(self, chunks: list[Chunk]) -> None:
-        left = self.blocks - sum(-(-chunk.count // self.block) for chunk in chunks)
-        while self.waiting and left and self.free_slots:
-            seq = self.waiting[0]
-            reserve = len(self.running)  # a page for each to go on with, so that admission does not preempt at once
-            need = self.pool.pages_for(min(len(seq) + 1, seq.limit))
-            if need + (reserve if self.running else 0) > self.pool.free and (self.running or self.leaving):
-                return
-            pages = self.pool.take(need)
-            if pages is None:
-                return
-            self.waiting.pop(0)
-            seq.pages, seq.slot = pages, self.free_slots.pop()
-            seq.status, seq.computed, seq.prefill_end = Status.RUNNING, 0, len(seq)
+    def _admit(self, plan: StepPlan) -> None:
+        """Let in whom there is room for."""
+        left = self.blocks - sum(-(-chunk.count // self.block) for chunk in plan.chunks)
+        for seq in list(islice(self.waiting, LOOK_AHEAD)):
+            if not (left and self.free_slots):
+                break
+            if seq.awaits_mask:
+                continue
+            hit = self._match(seq)
+            if hit is None:
+                continue
+            # Pages for those who run to go on with, so that admission does not preempt at once.
+            reserve = len(self.running) * 4 ** min(seq.preemptions, 8)
+            need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
+            if need + reserve > self.pool.free and not (self.running or self.leaving):
+                hit = self._without_copy(hit)
+                reserve = 0
+            if need + reserve > self.pool.free:
+                self._let_go(hit)
+                break
+            pages = self.pool.take(need) or []
+            self.waiting.remove(seq)
+            if not seq.preemptions:
+                seq.cached = hit.tokens
+            seq.loaded, seq.fetched = len(hit.loads), False
+            seq.from_disk = sum(block.fetched for _, block, _ in hit.loads)
+            seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
+            seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)
-            left -= self._chunk(seq, left, chunks)
+            for key in self._keys(seq, len(hit.pages)):
+                self._coming.setdefault(key, seq)
+            left -= self._chunk(seq, left, plan.chunks, first=True)
+        for page, _ in plan.copies:
+            self._let_go(Hit(0, [], page))
+
+    def _fill(self, hit: Hit, fresh: list[int], plan: StepPlan) -> list[int]:
+        """The pages of a sequence with this hit: the known ones, and ``fresh`` ones, which the plan fills if it can."""
+        fresh = fresh[::-1]
+        pages = [page or fresh.pop() for page in hit.pages] + fresh[::-1]
+        restores: dict[Block, Restore] = {}
+        for number, block, record in hit.loads:
+            if block not in restores:
+                restores[block] = Restore(block, [0] * len(block.keys))
+            restores[block].pages[record] = pages[number]
+        plan.restores.extend(restores.values())
+        for block in restores:
+            block.fetched = False  # the next time it comes from the host
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.counts.restored += len(hit.loads)
+        if hit.copy is not None:
+            plan.copies.append((hit.copy, pages[len(hit.pages)]))
+        return pages
+
+    def _let_go(self, hit: Hit) -> None:
+        if self.cache is not None:
+            self.cache.let_go(hit)
+
+    def _without_copy(self, hit: Hit) -> Hit:
+        """The whole pages of a hit: the page to copy would be in the way of one that needs all there are."""
+        if hit.copy is None:
+            return hit
+        self._let_go(Hit(0, [], hit.copy))
+        return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
+
+    def _match(self, seq: Sequence) -> Hit | None:
+        """What is known of ``seq``, its last token apart; None where what comes next is just being computed or read."""
+        if self.cache is None or seq.chain is None:
+            return NOTHING
+        text = seq.text
+        whole = seq.params.prompt_logprobs is not None  # all of it has to be computed
+        hit = self.cache.match(seq.chain, text, 0 if whole else len(text) - 1)
+        if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
+            self._let_go(hit)
+            return None
+        if hit.beyond and self._reading(seq, hit.beyond):
+            self._let_go(hit)
+            return None
+        return hit
+
+    def _reading(self, seq: Sequence, keys: list[bytes]) -> bool:
+        """Whether ``seq`` has to wait for records on their way from the disk. It asks for some once an admission."""
+        disk = self.cache.disk if self.cache is not None else None
+        tier = self.cache.tier if self.cache is not None else None
+        if disk is None or tier is None:
+            return False
+        if not seq.fetched:
+            missing = [key for key in keys if key not in disk.reading]
+            if disk.reading and len(disk.reading) + len(missing) > tier.capacity // 2:
+                return True  # what comes must not drive out what has just come
+            seq.fetched = True
+            if missing:
+                disk.fetch(missing)
+        return any(key in disk.reading for key in keys)
+
+    def _keys(self, seq: Sequence, page: int) -> Iterator[bytes]:
+        """Keys of the pages of ``seq`` from number ``page`` on, the last one as far as it is filled."""
+        if self.cache is not None and seq.chain is not None:
+            yield from self.cache.keys(seq.chain, seq.text, page)
+
+    def _enter(self, plan: StepPlan) -> None:
+        """The step's prompt tokens are known from the next plan on."""
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if self.cache is None or seq.chain is None:
+                continue
+            self.cache.enter(seq.chain, seq.text, seq.pages, seq.computed, tail=chunk.final)
+            if chunk.final:
+                self._computed(seq)
+
+    def _computed(self, seq: Sequence) -> None:
+        """Nobody waits for ``seq`` any more."""
+        for key in [key for key, by in self._coming.items() if by is seq]:
+            del self._coming[key]
 
     def collected(self, plan: StepPlan) -> None:
         """A step has come back and its tokens have been dealt with: what was held for it goes back."""
@@ -157,7 +276,12 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
     def _release(self, seq: Sequence) -> None:
-        self.pool.give(seq.pages)
+        if self.cache is not None and seq.chain is not None:
+            self._computed(seq)
+            returns = seq.status is Status.WAITING
+            self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)), returns=returns)
+        else:
+            self.pool.give(seq.pages)
         self.free_slots.append(seq.slot)
         seq.pages, seq.slot, seq.computed, seq.prefill_end = [], -1, 0, 0
 
@@ -165,6 +289,8 @@ class Scheduler:
         """Raise AssertionError unless every page and slot is either free or held by exactly one sequence."""
         holders = self.running + self.leaving
         self.pool.check(page for seq in holders for page in seq.pages)
+        if self.cache is not None:
+            self.cache.check()
         slots = sorted([*self.free_slots, *(seq.slot for seq in holders)])
         if slots != list(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not 0 .. {self.max_num_seqs - 1}")

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 
 from jaxserve.constraint import Constraint
+from jaxserve.host_tier import Restore, Spill
+from jaxserve.prefix_cache import Chain
 from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -35,6 +37,8 @@ class Sequence:
     constraint: Constraint | None = None
     """Where it stands in the language of ``params.structured_outputs``."""
     priority: int = 0
+    chain: Chain | None = None
+    """The keys of its pages; None where nothing of it is reused."""
     arrival: int = 0
     arrived_at: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -44,6 +48,14 @@ class Sequence:
     computed: int = 0
     prefill_end: int = 0
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
+    cached: int = 0
+    """Prompt tokens that were known when it was first admitted."""
+    loaded: int = 0
+    """Pages that came from the host when it was last admitted."""
+    from_disk: int = 0
+    """Those of them that had come there from the disk for it."""
+    fetched: bool = False
+    """It has asked for what the disk has of it, and not been admitted since."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0
@@ -81,6 +93,11 @@ class Sequence:
         """True while the mask of its next token is being computed: it can choose no token."""
         return self.constraint is not None and self.constraint.mask is None
 
+    @property
+    def text(self) -> list[int]:
+        """All tokens known. Not to be changed."""
+        return self.prompt + self.output if self.output else self.prompt
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens at positions ``[start, stop)``."""
         edge = len(self.prompt)
@@ -99,14 +116,22 @@ class Chunk:
     start: int
     count: int
     final: bool
+    first: bool
+    """The sequence has been admitted with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The host's decision for one step: sequences that decode one token, and chunks of prompts."""
+    """The host's decision for one step: sequences that decode one token, and chunks of prompts.
+
+    Before all else, pages are spilled to the host, others restored from there, and others copied: (from, to) each.
+    """
 
     decodes: list[Sequence]
     chunks: list[Chunk]
+    spills: list[Spill] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -1,0 +1,217 @@
+"""The memory tiers beside their floors: transfers, working sets larger than the device, a shared prompt, a long stress.
+
+All contenders of a table run in one process and take turns, so that a busy machine slows all of them alike.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxserve
+from benchmarks import report
+from benchmarks.stats import median
+from benchmarks.tier_stress import stress
+from jaxserve.request import SamplingParams
+
+HELP = "KV pages in host memory: bandwidth, working sets beyond the device, shared prompts, stress"
+PARTS = ("transfers", "conversations", "burst", "shared", "stress")
+TINY = str(Path(__file__).parent.parent / "tests" / "fixtures" / "models" / "llama3")
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begun
+
+
+def transfers(llm: jaxserve.LLM, rounds: int) -> dict[str, dict[str, float]]:
+    """GB/s of each transfer program and of its floors, in alternation. The engine must be idle and new."""
+    runner = llm._built.runner
+    records, programs = 16, llm._built.programs
+    nbytes = records * programs.record_bytes
+    spill, restore = runner.compiled[f"spill {records}"], runner.compiled[f"restore {records}"]
+    rng = np.random.default_rng(0)
+    regions = 8
+    source, target = np.ones((regions, nbytes), np.uint8), np.ones((regions, nbytes), np.uint8)
+    blocks: list[Any] = [None] * regions
+
+    def step(number: int) -> None:
+        here = number % regions
+        pages = rng.permutation(np.arange(1, programs.num_pages, dtype=np.int32))[:records]
+        samples["memcpy"].append(seconds(lambda: np.copyto(target[here], source[here])))
+
+        def out() -> Any:
+            blocks[here] = spill(runner.state.kv, pages)
+            return blocks[here]
+
+        def back() -> Any:
+            runner.state.kv = restore(runner.state.kv, blocks[here], pages)
+            return runner.state.kv
+
+        samples["spill"].append(seconds(out))
+        samples["restore"].append(seconds(back))
+        if link is not None:
+            host = link.sharding.with_memory_kind("pinned_host")
+            there = jax.block_until_ready(jax.device_put(link, host))
+            samples["link to host"].append(seconds(lambda: jax.device_put(link, host)))
+            samples["link from host"].append(seconds(lambda: jax.device_put(there, link.sharding)))
+
+    samples: dict[str, list[float]] = {"memcpy": [], "spill": [], "restore": []}
+    device = programs.mesh.devices.flat[0]
+    link = None if device.platform == "cpu" else jax.device_put(source[0], device)
+    if link is not None:
+        samples |= {"link to host": [], "link from host": []}
+    for number in range(rounds + regions):
+        step(number)
+    rate = nbytes / 1e9
+    return {
+        name: {"median": rate / median(times[regions:]), "best": rate / min(times[regions:])}
+        for name, times in samples.items()
+    }
+
+
+def prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
+    return [[rng.randrange(1000, 40000) for _ in range(length)] for _ in range(count)]
+
+
+def converse(llm: jaxserve.LLM, seed: int, users: int, length: int, turns: int) -> float:
+    """Seconds for ``users`` who each come back ``turns`` times with all that was said."""
+    rng = random.Random(seed)
+    said = prompts(rng, users, length)
+    begun = time.perf_counter()
+    for _ in range(turns):
+        outputs = llm.generate(said, max_tokens=4, temperature=0.0, ignore_eos=True, progress=False)
+        said = [
+            [*text, *output.outputs[0].token_ids, *(rng.randrange(1000, 40000) for _ in range(4))]
+            for text, output in zip(said, outputs, strict=True)
+        ]
+    return time.perf_counter() - begun
+
+
+def burst(llm: jaxserve.LLM, seed: int, users: int, length: int) -> float:
+    """Seconds for ``users`` with short prompts and long answers, all at once: they outgrow the device as they go."""
+    asked = prompts(random.Random(seed), users, 16)
+    begun = time.perf_counter()
+    llm.generate(asked, max_tokens=length, temperature=0.0, ignore_eos=True, progress=False)
+    return time.perf_counter() - begun
+
+
+def first_token(llm: jaxserve.LLM, prompt: list[int]) -> float:
+    begun = time.perf_counter()
+    for _ in llm.stream(prompt, SamplingParams(max_tokens=1, temperature=0.0)):
+        return time.perf_counter() - begun
+    raise RuntimeError("no token came")
+
+
+def shared(llm: jaxserve.LLM, seed: int, length: int, users: int, misses: int) -> dict[str, list[float]]:
+    """Seconds to the first token where the first ``length`` tokens are new, and where others have sent them."""
+    rng = random.Random(seed)
+    found: dict[str, list[float]] = {"miss": [], "hit": []}
+    for _ in range(misses):
+        (system,) = prompts(rng, 1, length)
+        found["miss"].append(first_token(llm, system + prompts(rng, 1, 20)[0]))
+        found["hit"] += [first_token(llm, system + ask) for ask in prompts(rng, users // misses, 20)]
+    return found
+
+
+def engine(args: argparse.Namespace, tokens: int, host_gib: float, **options: Any) -> jaxserve.LLM:
+    """An engine whose device holds ``tokens`` tokens."""
+    model = args.model
+    with_probe = {"load_progress": False, "page_size": 32, "dtype": "bfloat16", **options}
+    bytes_per_token = args.bytes_per_token
+    pages = -(-tokens // 32) + 1
+    room = {"kv_cache_memory_bytes": pages * 32 * bytes_per_token, "max_model_len": min(tokens, args.max_model_len)}
+    return jaxserve.LLM(model, host_kv_gib=host_gib, **room, **with_probe)
+
+
+def preemptions(llm: jaxserve.LLM) -> int:
+    return llm._built.engine.scheduler.preemptions
+
+
+def working_set(args: argparse.Namespace, part: str) -> list[dict[str, Any]]:
+    """Total seconds with the host tier and without, each round in both."""
+    tokens = args.users * args.length // 4
+    limits = {"max_num_seqs": args.users, "max_num_batched_tokens": 256}
+    sizes = (args.users, args.length)
+    with engine(args, tokens, 1.0, **limits) as tier, engine(args, tokens, 0.0, **limits) as bare:
+        rounds = []
+        for number in range(args.rounds):
+            row: dict[str, Any] = {"part": part}
+            for name, llm in (("tier", tier), ("recompute", bare)):
+                before = preemptions(llm)
+                run = (
+                    converse(llm, number, *sizes, args.turns) if part == "conversations" else burst(llm, number, *sizes)
+                )
+                row |= {name: run, f"{name} preemptions": preemptions(llm) - before}
+            rounds.append(row)
+    return rounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--bytes-per-token", type=int, default=23040, help="of KV, for the model")
+    parser.add_argument("--max-model-len", type=int, default=2304)
+    parser.add_argument("--rounds", type=int, default=3, help="of each pair of engines")
+    parser.add_argument("--users", type=int, default=16, help="who share a device that holds a quarter of their texts")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each of those texts")
+    parser.add_argument("--turns", type=int, default=4, help="times a conversation comes back")
+    parser.add_argument("--system", type=int, default=2000, help="tokens of the shared prompt")
+    parser.add_argument("--system-users", type=int, default=64)
+    parser.add_argument("--stress-model", default=TINY, help="a tiny model of at least 250 tokens")
+    parser.add_argument("--stress-rounds", type=int, default=1000)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    for part in args.parts:
+        if part not in PARTS:
+            raise SystemExit(f"unknown part {part!r}; known: {', '.join(PARTS)}")
+    where = report.environment()
+    report.warn_if_busy()
+    figures: dict[str, Any] = {}
+    if "transfers" in args.parts:
+        with engine(args, 8192, 1.0, max_num_seqs=1, max_num_batched_tokens=32) as llm:
+            rates = figures["transfers"] = transfers(llm, 40 * args.rounds)
+        floor = rates["memcpy"]
+        rows = [
+            [n, r["median"], r["best"], r["median"] / floor["median"], r["best"] / floor["best"]]
+            for n, r in rates.items()
+        ]
+        columns = ["", "GB/s, median", "best", "of memcpy, median", "best"]
+        report.show("Sixteen pages at a time (asked: half of memcpy)", columns, rows)
+    for part in ("conversations", "burst"):
+        if part not in args.parts:
+            continue
+        rounds = figures[part] = working_set(args, part)
+        rows = [
+            [
+                i,
+                r["tier"],
+                r["recompute"],
+                r["tier"] / r["recompute"],
+                r["tier preemptions"],
+                r["recompute preemptions"],
+            ]
+            for i, r in enumerate(rounds)
+        ]
+        columns = ["round", "with the tier, s", "recompute, s", "ratio", "preemptions", "without"]
+        report.show(f"A working set of four devices: {part} (asked: 0.6)", columns, rows)
+    if "shared" in args.parts:
+        with engine(args, 8192, 0.0, max_num_seqs=4, max_num_batched_tokens=512) as llm:
+            found = figures["shared"] = shared(llm, 0, args.system, args.system_users, args.rounds)
+        rows = [[name, len(times), median(times), max(times)] for name, times in found.items()]
+        rows.append(["ratio (asked: 0.15)", None, median(found["hit"]) / median(found["miss"]), None])
+        report.show(
+            f"Seconds to the first token behind {args.system} shared tokens", ["", "requests", "median", "most"], rows
+        )
+    if "stress" in args.parts:
+        figures["stress"] = found = stress(args.stress_model, args.stress_rounds, report.CONSOLE.print)
+        report.show("Nothing wrong, nothing left", ["", ""], [[name, str(value)] for name, value in found.items()])
+    report.save_json(args.json, {"benchmark": "tiers", "environment": where, **figures})

@@ -1,0 +1,359 @@
+"""Pages and what they hold, under any sequence of events: conservation, and no page read for what it does not hold."""
+
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxserve.disk_tier import Arrival
+from jaxserve.host_tier import Block, HostTier, sizes
+from jaxserve.pages import PagePool
+from jaxserve.prefix_cache import Chain, Hit, PrefixCache
+
+SIZE = 4
+PAGES = 12
+
+
+TOPICS = ([0, 1] * 20, [1, 1, 0] * 14, [0] * 40)
+texts = st.builds(
+    lambda topic, count, rest: TOPICS[topic][:count] + rest,
+    st.integers(0, 2),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 1), max_size=2),
+)
+
+
+class MemoryDisk:
+    """What ``disk_tier.DiskTier`` does, at once and in memory."""
+
+    def __init__(self, capacity: int, kept: dict[bytes, dict]):
+        self.capacity, self.kept = capacity, kept
+        self.reading: set[bytes] = set()
+        self.asked: list[tuple[bytes, ...]] = []
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def save(self, block: Block, numbers: list[int]) -> bool:
+        if block.data is None:
+            return False
+        for number in numbers:
+            self.kept[block.keys[number]] = block.data[number]
+            while len(self.kept) > self.capacity:
+                del self.kept[next(iter(self.kept))]
+        return True
+
+    def fetch(self, keys: list[bytes]) -> None:
+        self.reading.update(keys)
+        self.asked.append(tuple(keys))
+
+    def arrived(self) -> list[Arrival]:
+        found = []
+        for keys in self.asked:
+            there = [key for key in keys if key in self.kept]
+            there = list(keys[: len(there)]) if there == list(keys[: len(there)]) else []
+            blocks, start = [], 0
+            for size in sizes(len(there)):
+                part = there[start : start + size]
+                blocks.append((part, [self.kept[key] for key in part]))
+                start += size
+            found.append(Arrival(keys, blocks))
+        self.asked.clear()
+        self.reading.clear()
+        return found
+
+
+class Holder:
+    """A sequence: its text, its pages, and how much of the text they hold."""
+
+    def __init__(self, salt: str, tokens: list[int], chain: Chain):
+        self.salt, self.tokens, self.chain = salt, tokens, chain
+        self.pages: list[int] = []
+        self.computed = 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences over a device of dictionaries: (page, offset) -> (salt, the text up to that token)."""
+
+    holders = Bundle("holders")
+    preempted = Bundle("preempted")
+    events: ClassVar[Counter[str]] = Counter()
+
+    @initialize(records=st.sampled_from([0, 1, 2, 3, 5, 9, 14]), disk=st.sampled_from([0, 3, 30]))
+    def start(self, records: int, disk: int) -> None:
+        self.records, self.disk_records = records, disk
+        self.on_disk: dict[bytes, dict] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.pool = PagePool(PAGES + 1, SIZE)
+        self.tier = HostTier(self.records * 10, 10)
+        self.disk = MemoryDisk(self.disk_records, self.on_disk) if self.disk_records else None
+        self.cache = PrefixCache(self.pool, tier=self.tier, disk=self.disk)
+        self.device: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.alive: list[Holder] = []
+
+    def page(self, number: int) -> dict:
+        return {offset: self.device[number, offset] for offset in range(SIZE) if (number, offset) in self.device}
+
+    def spill(self) -> None:
+        """What the runner does before anything else."""
+        for item in self.cache.spills:
+            assert item.block.data is None, "a block is filled twice"
+            item.block.data = [self.page(number) for number in item.pages]
+            self.events["spilled"] += len(item.pages)
+        self.cache.spills.clear()
+
+    def write(self, holder: Holder, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            assert self.pool.holders(holder.pages[i // SIZE]) == 1, "a page that others read is written"
+            self.device[holder.pages[i // SIZE], i % SIZE] = (holder.salt, tuple(holder.tokens[: i + 1]))
+
+    def check_reads(self, holder: Holder) -> None:
+        for i in range(holder.computed):
+            held = self.device[holder.pages[i // SIZE], i % SIZE]
+            assert held == (holder.salt, tuple(holder.tokens[: i + 1]))
+
+    @rule(target=holders, salt=st.sampled_from("aab"), tokens=texts)
+    def admit(self, salt: str, tokens: list[int]):
+        return self.take(salt, tokens)
+
+    @rule(salt=st.sampled_from("aab"), tokens=texts)
+    def come_and_go(self, salt: str, tokens: list[int]) -> None:
+        holder = self.take(salt, tokens)
+        if isinstance(holder, Holder):
+            self.prefill(holder, len(tokens))
+            self.leave(holder)
+
+    @rule(target=preempted, salt=st.sampled_from("aab"), tokens=texts)
+    def come_and_be_preempted(self, salt: str, tokens: list[int]):
+        holder = self.take(salt, tokens)
+        if not isinstance(holder, Holder):
+            return holder
+        self.prefill(holder, len(tokens))
+        return self.preempt(holder)
+
+    @rule(target=holders, who=consumes(preempted))
+    def resume(self, who: tuple[str, list[int]]):
+        """A preempted one comes back, with the token that was under way when it went."""
+        return self.take(who[0], [*who[1], 1])
+
+    @rule(target=holders, who=preempted)
+    def ask_again(self, who: tuple[str, list[int]]):
+        return self.take(*who)
+
+    def take(self, salt: str, tokens: list[int]):
+        holder = Holder(salt, list(tokens), self.cache.chain(tokens, salt))
+        hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
+        if hit.beyond:
+            self.events["waited for the disk"] += 1
+            self.cache.let_go(hit)
+            self.disk.fetch(hit.beyond)
+            for arrival in self.disk.arrived():
+                for keys, data in arrival.blocks:
+                    self.tier.adopt(keys, data)
+            hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
+            self.events["came from the disk"] += sum(block.fetched for _, block, _ in hit.loads)
+        assert hit.tokens <= len(tokens) - 1
+        assert hit.copy is None or hit.tokens % SIZE
+        fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.held))
+        self.spill()
+        if fresh is None:
+            self.events["no room"] += 1
+            self.cache.let_go(hit)
+            return multiple()
+        given = iter(fresh)
+        pages = [page or next(given) for page in hit.pages]
+        fresh = list(given)
+        for number, block, record in hit.loads:
+            assert block.data is not None, "a record is read before it is written"
+            for offset, content in block.data[record].items():
+                self.device[pages[number], offset] = content
+        self.events["loaded"] += len(hit.loads)
+        self.events["loaded a tail"] += bool(hit.loads) and hit.loads[-1][0] == hit.tokens // SIZE
+        self.events["loaded under a full tier"] += bool(hit.loads) and self.tier.usage == 1
+        self.events["copied"] += hit.copy is not None
+        holder.pages, holder.computed = pages + fresh, hit.tokens
+        if hit.copy is not None:
+            for offset in range(SIZE):  # whatever stands there, the rest too
+                if (hit.copy, offset) in self.device:
+                    self.device[fresh[0], offset] = self.device[hit.copy, offset]
+            self.cache.let_go(Hit(0, [], hit.copy))
+        self.check_reads(holder)
+        self.alive.append(holder)
+        return holder
+
+    @rule(holder=holders, count=st.integers(1, 9))
+    def prefill(self, holder: Holder, count: int) -> None:
+        if holder not in self.alive:
+            return
+        stop = min(holder.computed + count, len(holder.tokens))
+        self.write(holder, holder.computed, stop)
+        holder.computed = stop
+        self.cache.enter(holder.chain, holder.tokens, holder.pages, stop)
+
+    @rule(holder=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def decode(self, holder: Holder, tokens: list[int]) -> None:
+        if holder not in self.alive or holder.computed < len(holder.tokens):
+            return
+        for token in tokens:
+            need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages)
+            if need > 0:
+                fresh = self.pool.take(need)
+                self.spill()
+                if fresh is None:
+                    return
+                holder.pages += fresh
+            holder.tokens.append(token)
+            self.write(holder, holder.computed, holder.computed + 1)
+            holder.computed += 1
+
+    @rule(holder=consumes(holders))
+    def leave(self, holder: Holder) -> None:
+        if holder in self.alive:
+            self.alive.remove(holder)
+            self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed)
+
+    @rule(target=preempted, holder=consumes(holders))
+    def preempt(self, holder: Holder):
+        if holder not in self.alive:
+            return multiple()
+        self.alive.remove(holder)
+        self.cache.leave(holder.chain, holder.tokens, holder.pages, holder.computed, returns=True)
+        return (holder.salt, holder.tokens)
+
+    @rule()
+    def all_leave(self) -> None:
+        for holder in list(self.alive):
+            self.leave(holder)
+
+    @rule(dice=st.integers(0, 19))
+    def restart(self, dice: int) -> None:
+        """The engine ends; what the disk has is left, with what is brought there at the end."""
+        if dice != 7 or self.disk is None:
+            return
+        self.spill()
+        for key, page in self.cache.keepsakes().items():
+            self.disk.save(Block([key], [self.page(page)]), [0])
+        for block in self.tier.blocks():
+            self.disk.save(block, self.tier.live(block))
+        self.events["restarted"] += 1
+        self.begin()
+
+    @invariant()
+    def sound(self) -> None:
+        self.events["steps"] += 1
+        self.pool.check(page for holder in self.alive for page in holder.pages)
+        self.cache.check()
+        self.tier.check()
+        for holder in self.alive:
+            self.check_reads(holder)
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.events["dropped"] += self.tier.counts.dropped
+            self.events["refused"] += self.tier.counts.refused
+
+
+@pytest.mark.timeout(600)
+def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
+    """And whatever may happen does: a run in which nothing is spilled or restored proves nothing."""
+    CacheMachine.events.clear()
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=350, stateful_step_count=80, deadline=None))
+    events = CacheMachine.events
+    assert events["steps"] >= 20_000
+    often = {
+        name: events[name] for name in ("spilled", "loaded", "copied", "no room", "dropped", "waited for the disk")
+    }
+    assert min(often.values()) >= 100, often
+    seldom = ("loaded a tail", "loaded under a full tier", "came from the disk", "restarted", "refused")
+    assert min(events[name] for name in seldom) >= 20, events
+
+
+def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
+    """A sequence that computes ``tokens`` and goes."""
+    chain = cache.chain(tokens, salt)
+    hit = cache.match(chain, tokens, len(tokens) - 1)
+    fresh = cache.pool.take(cache.pool.pages_for(len(tokens)) - len(hit.pages))
+    assert fresh is not None
+    if hit.copy is not None:
+        cache.let_go(Hit(0, [], hit.copy))
+    pages = hit.pages + fresh
+    cache.enter(chain, tokens, pages, len(tokens))
+    cache.leave(chain, tokens, pages, len(tokens))
+    return pages
+
+
+def known(cache: PrefixCache, tokens: list[int], salt: str = "") -> int:
+    hit = cache.match(cache.chain(tokens, salt), tokens, len(tokens))
+    cache.let_go(hit)
+    return hit.tokens
+
+
+@pytest.fixture
+def cache() -> PrefixCache:
+    return PrefixCache(PagePool(9, SIZE))
+
+
+def test_a_text_is_known_as_far_as_it_agrees(cache):
+    enter_and_leave(cache, [*range(10)])
+    assert known(cache, [*range(10)]) == 10
+    assert known(cache, [*range(12)]) == 10
+    assert known(cache, [0, 1, 2, 3, 4, 9]) == 5
+    assert known(cache, [0, 9]) == 1
+    assert known(cache, [9, 1]) == 0
+
+
+def test_salts_and_layouts_share_nothing(cache):
+    enter_and_leave(cache, [1, 2, 3, 4, 5], "mine")
+    assert known(cache, [1, 2, 3, 4, 5], "mine") == 5
+    assert known(cache, [1, 2, 3, 4, 5], "yours") == known(cache, [1, 2, 3, 4, 5]) == 0
+    assert PrefixCache(PagePool(3, SIZE), "x").chain([1]).root != PrefixCache(PagePool(3, SIZE), "y").chain([1]).root
+
+
+def test_the_end_of_a_text_is_forgotten_before_its_beginning(cache):
+    enter_and_leave(cache, [*range(16)])  # four pages of eight
+    enter_and_leave(cache, [*range(8), 50, 51, 52, 53])  # one of its own
+    assert cache.pool.free == 8
+    for expected in (12, 12, 8, 4):  # what is left of the first text (asked for each time) while pages are taken
+        taken = cache.pool.take(cache.pool.free - cache.pool.kept + 1)
+        assert taken is not None
+        assert known(cache, [*range(16)]) == expected
+
+
+def test_two_that_compute_the_same_leave_one_copy(cache):
+    tokens = [*range(8)]
+    chains = [cache.chain(tokens) for _ in range(2)]
+    held = [cache.pool.take(2) for _ in range(2)]
+    for chain, pages in zip(chains, held, strict=True):
+        cache.enter(chain, tokens, pages, 8)
+    for chain, pages in zip(chains, held, strict=True):
+        cache.leave(chain, tokens, pages, 8)
+    assert cache.pool.kept == 2
+    assert known(cache, tokens) == 8
+
+
+def test_what_another_let_go_of_is_replaced_when_leaving(cache):
+    tokens = [*range(8)]
+    enter_and_leave(cache, tokens)
+    chain = cache.chain(tokens)
+    mine = cache.pool.take(2)
+    cache.enter(chain, tokens, mine, 8)  # known already: not entered
+    others = cache.pool.take(cache.pool.free)  # the first one's pages are taken
+    assert known(cache, tokens) == 0
+    cache.leave(chain, tokens, mine, 8)
+    assert known(cache, tokens) == 8
+    cache.pool.give(others)
+    cache.pool.check()
