@@ -30,6 +30,8 @@ class Step:
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    """Of the prompt; said once."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class Completion:
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
 
     def add(self, step: Step) -> None:
         for part in step.parts:
@@ -71,6 +74,7 @@ class Completion:
         if step.prompt_logprobs is not None:
             self.prompt_logprobs = list(step.prompt_logprobs)
         self.reasoning_tokens += step.reasoning_tokens
+        self.cached_tokens += step.cached_tokens
         self.finish_reason, self.stop_reason = step.finish_reason, step.stop_reason
 
 
@@ -105,6 +109,7 @@ class _Follower:
             len(delta.token_ids) if thinking else 0,
             reason,
             delta.stop_reason if stopped is None else stopped,
+            delta.cached_tokens or 0,
         )
 
     def _said(self, parts: list[Part], *, last: bool) -> tuple[list[Part], str | None]:
@@ -133,9 +138,9 @@ class Answer:
     ``completions`` gives all of it at once. Errors name fields as the client does.
     """
 
-    def __init__(self, state: State, turn: Turn, priority: int = 0):
+    def __init__(self, state: State, turn: Turn, priority: int = 0, cache_salt: str | None = None):
         self._turn = turn
-        self._generation = Generation(state, [turn.prompt], turn.params, priority)
+        self._generation = Generation(state, [turn.prompt], turn.params, priority, cache_salt)
 
     async def __aenter__(self) -> Self:
         try:

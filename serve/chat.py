@@ -33,7 +33,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         turn = await prepare_turn(_conversation(body), params, state)
         turn = dataclasses.replace(turn, prompt=truncate(turn.prompt, body.truncate_prompt_tokens, params, state))
         render = _Render(state, body, turn)
-        async with Answer(state, turn, body.priority) as answer:
+        async with Answer(state, turn, body.priority, body.cache_salt) as answer:
             if body.stream:
                 return await send_events(request, render.stream(answer))
             return web.json_response(render.whole(await answer.completions()))
@@ -87,8 +87,8 @@ class _Render:
         } | truncation([turn.prompt], body.truncate_prompt_tokens)
         self._calls = bool(body.tools) and body.tool_choice != "none"
 
-    def _usage(self, made: int, reasoning: int) -> dict[str, Any]:
-        usage: dict[str, Any] = prompt_usage([self._turn.prompt], made)
+    def _usage(self, made: int, reasoning: int, cached: int) -> dict[str, Any]:
+        usage = prompt_usage([self._turn.prompt], made, cached)
         if self._state.formats.thinking is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage
@@ -99,7 +99,7 @@ class _Render:
         reasoning = sum(one.reasoning_tokens for one in completions)
         answer: dict[str, Any] = self._common | {
             "choices": [self._choice(one) for one in completions],
-            "usage": self._usage(made, reasoning),
+            "usage": self._usage(made, reasoning, completions[0].cached_tokens),
         }
         if self._body.prompt_logprobs is not None and completions[0].prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._state)
@@ -134,22 +134,23 @@ class _Render:
         """The chunks, in batches as they become known; the role stands in each choice's first chunk only."""
         body, chunks = self._body, Chunks(self._common, include_usage=self._body.include_usage)
         begun: set[int] = set()
-        made = reasoning = 0
+        made = reasoning = cached = 0
         async for steps in answer:
             batch = []
             for step in steps:
                 made += len(step.token_ids)
                 reasoning += step.reasoning_tokens
+                cached += step.cached_tokens
                 found = []
                 if step.index not in begun:
                     begun.add(step.index)
                     found.append(self._opening(step))
                 found += self._pieces(step)
-                usage = self._usage(made, reasoning) if body.continuous_usage else None
+                usage = self._usage(made, reasoning, cached) if body.continuous_usage else None
                 batch += [chunks.choice(choice, usage) for choice in found]
             yield batch
         if body.include_usage:
-            yield [chunks.usage(self._usage(made, reasoning))]
+            yield [chunks.usage(self._usage(made, reasoning, cached))]
 
     def _opening(self, step: Step) -> dict[str, Any]:
         # Where calls may come, whether there will be content is not known yet.

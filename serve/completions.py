@@ -39,7 +39,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompts = [truncate(prompt, body.truncate_prompt_tokens, params, state) for prompt in prompts]
         answer = _Answer(state, body, prompts, params)
         try:
-            async with Generation(state, prompts, params, body.priority) as generation:
+            async with Generation(state, prompts, params, body.priority, body.cache_salt) as generation:
                 if body.stream:
                     return await send_events(request, answer.stream(generation))
                 return web.json_response(answer.whole(await generation.outputs()))
@@ -104,7 +104,8 @@ class _Answer:
         for number, choice in enumerate(choices):
             choice["index"] = number
         made = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-        return self._common | {"choices": choices, "usage": prompt_usage(self._prompts, made)}
+        cached = sum(output.cached_tokens for output in outputs)
+        return self._common | {"choices": choices, "usage": prompt_usage(self._prompts, made, cached)}
 
     def _choice(self, prompt: PromptInput, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         body = self._body
@@ -131,9 +132,10 @@ class _Answer:
         """The chunks, in batches as they become known."""
         body, chunks = self._body, Chunks(self._common, include_usage=self._body.include_usage)
         order, pieces = _ScoresFirst(self._params), dict[tuple[int, int], CompletionLogprobs]()
-        made = 0
+        made = cached = 0
         async for items in generation:
             batch = []
+            cached += sum(delta.cached_tokens or 0 for _, delta in items)
             for prompt, delta, scores in order.of(items):
                 made += len(delta.token_ids)
                 found = []
@@ -141,11 +143,11 @@ class _Answer:
                     pieces[key] = CompletionLogprobs(self._state)
                     found = self._opening(prompt, delta, scores, pieces[key])
                 found += self._piece(prompt, delta, pieces[key])
-                usage = prompt_usage(self._prompts, made) if body.continuous_usage else None
+                usage = prompt_usage(self._prompts, made, cached) if body.continuous_usage else None
                 batch += [chunks.choice(choice, usage) for choice in found]
             yield batch
         if body.include_usage:
-            yield [chunks.usage(prompt_usage(self._prompts, made))]
+            yield [chunks.usage(prompt_usage(self._prompts, made, cached))]
 
     def _opening(
         self, prompt: int, delta: Delta, scores: tuple[TokenLogprob | None, ...], logprobs: CompletionLogprobs

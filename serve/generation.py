@@ -113,12 +113,16 @@ class Generation:
     that went away costs nothing more. Iterating yields lists of (prompt index, delta) until all are done.
     """
 
-    def __init__(self, state: State, prompts: Sequence[PromptInput], params: SamplingParams, priority: int):
+    def __init__(
+        self, state: State, prompts: Sequence[PromptInput], params: SamplingParams, priority: int, cache_salt: str | None = None
+    ):
         self._state, self._prompts, self._params, self._priority = state, prompts, params, priority
         self._channel = Channel()
         self._open: dict[int, str] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._record = CURRENT.get() or Record("")
+        tenant = self._record.tenant if state.options.cache_salt_from == "api-key" else ""
+        self._cache_salt = f"{tenant} {cache_salt}" if tenant else cache_salt or ""
         self._record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
 
     async def __aenter__(self) -> Self:
@@ -135,6 +139,7 @@ class Generation:
                     self._params,
                     on_delta=self._state.poster(self._channel, index),
                     priority=self._priority,
+                    cache_salt=self._cache_salt,
                 )
                 # A grammar may take seconds to compile. Whoever goes away meanwhile leaves the request behind.
                 slow = self._params.structured_outputs is not None
@@ -216,11 +221,12 @@ def _failure(delta: Delta) -> ApiError | None:
     return None
 
 
-def prompt_usage(prompts: Sequence[PromptInput], completion_tokens: int) -> dict[str, int]:
+def prompt_usage(prompts: Sequence[PromptInput], completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """The ``usage`` object. A prompt counts once, however many completions it has."""
     prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -89,7 +89,11 @@ def _has_key(request: web.Request, state: State) -> bool:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     sent = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
     matches = [hmac.compare_digest(sent, digest) for digest in state.key_digests]
-    return scheme.lower() == "bearer" and any(matches)
+    if scheme.lower() != "bearer" or not any(matches):
+        return False
+    if (record := CURRENT.get()) is not None:
+        record.tenant = sent.hex()
+    return True
 
 
 def allowed_origin(request: web.Request, state: State) -> str | None:

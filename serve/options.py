@@ -7,6 +7,7 @@ from typing import Any
 from serve.parsers.choose import FAMILIES, THINKING, check_names
 
 _FAMILIES, _THINKING = ", ".join(FAMILIES), ", ".join(THINKING)
+CACHE_SALTS = ("request", "api-key")
 ACCESS_LOGS = ("text", "json", "off")
 
 
@@ -46,6 +47,11 @@ class ServerOptions:
     watchdog_timeout: float = _option(
         300.0, "Seconds without a finished step, with work pending, until the process ends itself; 0: never."
     )
+    cache_salt_from: str = _option(
+        "request",
+        "Who may find whose prompts in the prefix cache: request (all, but for their cache_salt), or api-key (each key "
+        "its own).",
+    )
     tool_parser: str = _option("auto", f"How the model writes tool calls: auto (by its template), none, {_FAMILIES}.")
     reasoning_parser: str = _option(
         "auto", f"How the model marks its reasoning: auto (by its template), none, {_THINKING}."
@@ -76,6 +82,10 @@ class ServerOptions:
             scheme, _, host = origin.partition("://")
             if origin not in ("*", "null") and (scheme not in ("http", "https") or not host or "/" in host):
                 raise ValueError(f"cors_origin must be * or like https://example.org, got {origin!r}")
+        if self.cache_salt_from not in CACHE_SALTS:
+            raise ValueError(f"cache_salt_from must be {' or '.join(CACHE_SALTS)}, got {self.cache_salt_from!r}")
+        if self.cache_salt_from == "api-key" and not (self.api_key or self.api_key_file):
+            raise ValueError("cache_salt_from api-key needs API keys: give api_key or api_key_file")
         check_names(self.tool_parser, self.reasoning_parser)
         self.all_keys()
 

@@ -23,7 +23,7 @@ class Response:
     def __init__(self, state: State, body: ResponsesRequest, prompt_tokens: int):
         self._state, self._body = state, body
         self._prompt_tokens = prompt_tokens
-        self._made = self._thought = 0
+        self._made = self._thought = self._cached = 0
         self._number = 0
         self._logprobs: list[TokenLogprob] = []
         """Of tokens whose text has not come yet."""
@@ -36,6 +36,7 @@ class Response:
         """What a step adds, and the end where it is the last one."""
         self._made += len(step.token_ids)
         self._thought += step.reasoning_tokens
+        self._cached += step.cached_tokens
         self._logprobs += step.logprobs or ()
         events: list[Event] = []
         for part in step.parts:
@@ -73,7 +74,7 @@ class Response:
         value["completed_at"] = None if short else int(time.time())
         value["usage"] = {
             "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
             "output_tokens": self._made,
             "output_tokens_details": {"reasoning_tokens": self._thought},
             "total_tokens": self._prompt_tokens + self._made,

@@ -28,7 +28,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         try:
             turn = await prepare_turn(conversation(body), body.sampling(), state)
             response = Response(state, body, len(turn.prompt.ids))
-            async with Answer(state, turn, body.priority) as answer:
+            async with Answer(state, turn, body.priority, body.cache_salt) as answer:
                 if body.stream:
                     return await send_events(request, _stream(answer, response), end=b"")
                 response.begin()

@@ -105,7 +105,7 @@ class FakeLLM:
 
     # The public face.
 
-    def submit(self, prompt, params, *, on_delta, priority=0) -> str:
+    def submit(self, prompt, params, *, on_delta, priority=0, cache_salt="") -> str:
         if not self.state.alive:
             raise EngineDeadError("the engine has stopped")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -87,7 +87,7 @@ class EngineFields(Body):
     priority: Annotated[int, said(minimum=-MAX_PRIORITY - 1, maximum=MAX_PRIORITY)] = 0
     """Lower goes first."""
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    """Prompts share cached tokens only where their salts are equal. Nothing is shared yet."""
+    """Prompts share cached tokens only where their salts are equal."""
     user: str | None = None
     """Accepted and not used."""
 
