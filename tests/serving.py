@@ -103,3 +103,8 @@ def complete(server: Server, **fields):
 def chat(server: Server, **fields):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]} | fields
     return server.send("/v1/chat/completions", body)
+
+
+def counts(usage: dict[str, Any]) -> dict[str, int]:
+    """Usage but for what was cached, which depends on what came before."""
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}

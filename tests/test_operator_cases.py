@@ -252,7 +252,8 @@ def test_too_long_a_prompt_is_never_cut(server: Server) -> None:
         message = refused(server, path, body, code="context_length_exceeded")
         assert str(CONTEXT) in message
     exact = server.send("/v1/completions", {"prompt": "x" * (CONTEXT - 1), "max_tokens": 5, "ignore_eos": True})
-    assert exact[1]["usage"] == {"prompt_tokens": CONTEXT - 1, "completion_tokens": 1, "total_tokens": CONTEXT}
+    assert exact[1]["usage"]["prompt_tokens"] == CONTEXT - 1
+    assert exact[1]["usage"]["completion_tokens"] == 1
     well(server)
 
 

@@ -1,7 +1,8 @@
 """Prefix reuse over HTTP: what usage says of it, and who may find whose prompts."""
 
 import pytest
-from serving import events, serving
+
+from tests.serving import events, serving
 
 PROMPT = "{} opens what nobody else says, at some length so that it fills a few pages, this one and that one. "
 
