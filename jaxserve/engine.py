@@ -118,14 +118,19 @@ class Engine:
             self._arrivals += 1
             for output in outputs:
                 output.seq.arrival = self._arrivals
-            self._inbox.append(Entry(request_id, outputs, on_delta, len(outputs)))
-            self._wake.notify()
+            self._put(Entry(request_id, outputs, on_delta, len(outputs)))
 
     def abort(self, request_id: str) -> None:
         """End a request; an unknown or finished one is ignored."""
         with self._wake:
-            self._inbox.append(request_id)
-            self._wake.notify()
+            self._put(request_id)
+
+    def _put(self, item: Entry | str) -> None:
+        """Hand an item to the loop, with ``_wake`` held. What an idle engine has not yet done, it is not late with."""
+        if not self._entries and not self._inbox:
+            self._progress = time.monotonic()
+        self._inbox.append(item)
+        self._wake.notify()
 
     def close(self) -> None:
         """Stop the loop; requests that are still open end with reason "abort"."""
@@ -174,8 +179,6 @@ class Engine:
             items, ready = list(self._inbox), list(self._ready)
             self._inbox.clear()
             self._ready.clear()
-            if not self._entries and items:
-                self._progress = time.monotonic()
             closing = self._closing
         for item in items:
             if isinstance(item, Entry):

@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.batch import pack_bits
 from jaxserve.constraint import Constraint, Mask
 from jaxserve.json_schema import MAX_PATTERNS, Schema
-from jaxserve.request import RequestError, StructuredOutputs
+from jaxserve.request import OwnFault, RequestError, StructuredOutputs
 from jaxserve.schema_reader import SchemaError
 from jaxserve.tokenizer import Tokenizer
 
@@ -250,14 +250,15 @@ class Grammars:
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(buffer.ctypes.data, buffer.nbytes)
         if matcher.is_error():
-            return Mask(buffer, error=f"the grammar became too complex to follow: {matcher.get_error()[:200]}")
+            complaint = matcher.get_error()[:200]
+            return Mask(buffer, error=OwnFault(f"the grammar became too complex to follow: {complaint}"))
         words = buffer[: len(self._legal)]
         words &= self._legal
         if (words & self._text).any():
             return Mask(words)
         if matcher.is_accepting():
             return Mask(words, complete=True)
-        return Mask(words, error="the grammar leads to where no token of the vocabulary can follow")
+        return Mask(words, error=OwnFault("the grammar leads to where no token of the vocabulary can follow"))
 
 
 class Grammar:

@@ -294,6 +294,10 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class OwnFault(str):
+    """An error that comes while a request runs, and that the request itself is to blame for (HTTP 400)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one engine step adds to one completion of a request.
@@ -313,6 +317,7 @@ class Delta:
     """The stop string or stop token id that ended it; None for end of sequence."""
     request_done: bool = False
     error: str | None = None
+    """What went wrong; an ``OwnFault`` where the request is to blame."""
     cached_tokens: int | None = None
     """Prompt tokens that were known and not computed; in the first delta of completion 0."""
 

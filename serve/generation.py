@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from jaxserve.request import CompletionOutput, Delta, RequestError, RequestOutput, SamplingParams
-from serve.errors import ApiError, unavailable
+from jaxserve.request import CompletionOutput, Delta, OwnFault, RequestError, RequestOutput, SamplingParams
+from serve.errors import ApiError, bad_request, unavailable
 from serve.protocol.base import Body, load_json, validate
 from serve.record import CURRENT, Record
 from serve.state import Channel, State
@@ -214,6 +214,8 @@ class Generation:
 
 
 def _failure(delta: Delta) -> ApiError | None:
+    if isinstance(delta.error, OwnFault):
+        return bad_request(delta.error, code="impossible_request")
     if delta.error is not None or delta.finish_reason == "error":
         return ApiError(500, delta.error or "the engine failed on this request", code="engine_error")
     if delta.finish_reason == "abort":

@@ -1,5 +1,6 @@
 """``POST /tokenize`` and ``POST /detokenize``."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,9 @@ from serve.protocol.chat import TokenizeChatRequest
 from serve.protocol.completions import DetokenizeRequest, TokenizeRequest
 from serve.state import STATE
 
+PIECE = 4096
+"""Entries written as JSON at a time: meanwhile no other thread runs, and there may be two million of them."""
+
 
 def _kind(value: dict[str, Any]) -> type[TokenizeRequest | TokenizeChatRequest]:
     if value.get("messages") is None:
@@ -22,6 +26,11 @@ def _kind(value: dict[str, Any]) -> type[TokenizeRequest | TokenizeChatRequest]:
     if value.get("prompt") is not None:
         raise bad_request("give prompt or messages, not both", param="messages")
     return TokenizeChatRequest
+
+
+def _written(items: list[Any]) -> str:
+    """A list as JSON."""
+    return f"[{', '.join(json.dumps(items[i : i + PIECE])[1:-1] for i in range(0, len(items), PIECE))}]"
 
 
 @api(Tokens, body=TokenizeRequest | TokenizeChatRequest, errors=BODY_ERRORS)
@@ -36,9 +45,14 @@ async def tokenize(request: web.Request) -> web.Response:
             state.check_text(body.prompt)
             encode = partial(state.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
             ids = await state.offload(len(body.prompt), encode)
-        names = [state.token_text(token)[0] for token in ids] if body.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids, "token_strs": names}
-        return web.json_response(answer)
+        most = state.llm.max_model_len
+
+        def write() -> str:
+            names = _written([state.token_text(token)[0] for token in ids]) if body.return_token_strs else "null"
+            head = json.dumps({"count": len(ids), "max_model_len": most})[:-1]
+            return f'{head}, "tokens": {_written(ids)}, "token_strs": {names}}}'
+
+        return web.json_response(text=await state.offload(len(ids), write))
 
 
 @api(Detokenized, body=DetokenizeRequest, errors=BODY_ERRORS)

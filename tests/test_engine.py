@@ -459,6 +459,23 @@ def test_aborting_strangers_is_ignored(llm: jaxserve.LLM) -> None:
     assert listener.deltas[-1].finish_reason != "abort"
 
 
+def test_an_engine_that_wakes_up_late_has_not_stalled(llm: jaxserve.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After minutes without work, a probe may come between a request and the engine's thread taking it."""
+    engine = llm._built.engine
+    idle(llm)
+    for ask in (lambda: llm.abort("stranger"), lambda: llm.submit("Hi", SamplingParams(max_tokens=2), on_delta=print)):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._wake, "notify", lambda: None)  # it sleeps on
+            engine._progress -= 1000
+            ask()
+            health = llm.health()
+            assert not health.idle
+            assert health.seconds_since_progress < 5
+        with engine._wake:
+            engine._wake.notify()
+        idle(llm)
+
+
 def test_a_callback_that_raises_hurts_only_its_own_request(llm: jaxserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
     calls: queue.SimpleQueue[Delta] = queue.SimpleQueue()
 

@@ -56,6 +56,7 @@ class Process:
                 return error.code, json.load(error), dict(error.headers)
 
     def stream(self, **fields: Any) -> "Stream":
+        self.wait_for("serving")
         stream = Stream(self.url, {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": True} | fields)
         stream.begun.wait(10)
         return stream

@@ -17,7 +17,7 @@ import pytest
 
 import jaxserve
 from tests.operator_oracle import refused, well
-from tests.serving import Server, serving
+from tests.serving import Server, events, serving
 
 CONTEXT = 256
 TESTS = Path(__file__).parent
@@ -290,4 +290,17 @@ def test_no_answer_outside_its_language(server: Server) -> None:
         choice = answer["choices"][0]
         if choice["finish_reason"] == "stop":
             assert re.search(pattern, json.loads(choice["message"]["content"])), (pattern, choice)
+    well(server)
+
+
+def test_a_grammar_that_explodes_on_the_way_is_the_requests_fault(server: Server) -> None:
+    """Complaint 1: one that compiles, and that nobody can follow for long; a 400, or an event in a stream."""
+    grammar = {"structured_outputs": {"grammar": 'start: a\na: "x" | a a | a a a'}, "logit_bias": {"2": -100}}
+    body = {"prompt": "Hi", "max_tokens": None} | grammar
+    assert "too complex" in refused(server, "/v1/completions", body, code="impossible_request")
+    status, text, _ = server.send("/v1/completions", body | {"stream": True})
+    assert status == 200
+    last = events(text)[-1]
+    assert last["error"]["type"] == "invalid_request_error"
+    assert "too complex" in last["error"]["message"]
     well(server)

@@ -320,6 +320,16 @@ def test_tokenize_and_detokenize(server):
     assert server.send("/tokenize", {"prompt": "a", "messages": []})[0] == 400
 
 
+@pytest.mark.parametrize("piece", [1, 7, 400])
+def test_many_tokens_are_written_in_pieces(server, monkeypatch, piece):
+    monkeypatch.setattr("serve.tokens.PIECE", piece)
+    text = 'é"\\' * 100
+    answer = server.send("/tokenize", {"prompt": text, "return_token_strs": True})[1]
+    assert answer["tokens"] == list(text.encode())
+    assert answer["count"] == len(answer["token_strs"]) == 400
+    assert answer["token_strs"][2:4] == ['"', "\\"]
+
+
 def test_small_routes(server):
     assert server.send("/health")[1]["status"] == "ok"
     assert server.send("/ready")[:2] == (200, {"status": "ready"})

@@ -3,8 +3,8 @@
 # Without an address it starts a server on a port of its own. It makes its environments under CLIENTS_DIR
 # (/tmp/jaxserve-clients), and wants python3 with venv, node >= 20 and npm. PYTHON is the one that has jaxserve.
 set -eu
-here=$(cd "$(dirname "$0")" && pwd)
-python=${PYTHON:-$here/../../.venv/bin/python}
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
 folder=${CLIENTS_DIR:-/tmp/jaxserve-clients}
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # it would look for prices elsewhere
 
@@ -12,13 +12,13 @@ if [ ! -x "$folder/py/bin/python" ]; then
     "$python" -m venv "$folder/py"
     wanted='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])'
     # shellcheck disable=SC2046  # one word each
-    "$folder/py/bin/pip" install --quiet openai $(cd "$here/../.." && "$folder/py/bin/python" -c "$wanted")
+    "$folder/py/bin/pip" install --quiet openai $("$folder/py/bin/python" -c "$wanted")
 fi
 if [ ! -d "$folder/node_modules/openai" ]; then
     npm install --silent --no-audit --no-fund --prefix "$folder" openai
 fi
 # A module is looked for beside the file that imports it.
-cp "$here/try_openai.mjs" "$folder/try_openai.mjs"
+cp tests/clients/try_openai.mjs "$folder/try_openai.mjs"
 
 if [ $# -eq 2 ]; then
     url=$1 model=$2
@@ -35,7 +35,7 @@ else
 fi
 
 for client in openai langchain litellm; do
-    "$folder/py/bin/python" "$here/try_$client.py" "$url" "$model"
+    "$folder/py/bin/python" -m "tests.clients.try_$client" "$url" "$model"
 done
 (cd "$folder" && node try_openai.mjs "$url" "$model")
 echo "all clients did what they should"

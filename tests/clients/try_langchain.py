@@ -1,13 +1,14 @@
-"""langchain-openai against a running server: ``python try_langchain.py URL MODEL``."""
+"""langchain-openai against a running server: ``python -m tests.clients.try_langchain URL MODEL``."""
 
 from importlib.metadata import version
 from typing import Literal
 
-from common import QUESTION, arguments, check_weather, run
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
+
+from tests.clients.common import QUESTION, arguments, check_weather, run
 
 MESSAGES = [SystemMessage("You are helpful."), HumanMessage(QUESTION)]
 

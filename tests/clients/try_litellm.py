@@ -1,12 +1,13 @@
-"""litellm against a running server: ``python try_litellm.py URL MODEL``."""
+"""litellm against a running server: ``python -m tests.clients.try_litellm URL MODEL``."""
 
 import json
 from importlib.metadata import version
 from typing import Literal
 
 import litellm
-from common import QUESTION, WEATHER, arguments, check_weather, run
 from pydantic import BaseModel, Field
+
+from tests.clients.common import QUESTION, WEATHER, arguments, check_weather, run
 
 litellm.suppress_debug_info = True
 MESSAGES = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": QUESTION}]
