@@ -1,19 +1,20 @@
 """Rounds of prompts with common beginnings, a third of them hung up on, over too little memory: never a wrong token.
 
-Every request is greedy and known beforehand from an engine that reuses nothing. Engines with a host tier, without, and
-with hardly any take the same rounds; at the end nothing may be held, and memory may not have grown.
+Every request is greedy and known beforehand from an engine that reuses nothing. Engines with a host tier, without,
+with hardly any, and with a disk below that take the same rounds; at the end nothing may be held, and memory may not
+have grown.
 """
 
 import gc
+import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 import jaxserve
 from jaxserve.request import Delta, SamplingParams
@@ -31,8 +32,8 @@ LIMITS: dict[str, Any] = {
 }
 PAGES = 24
 """What the device holds; a request needs up to 11."""
-HOSTS = {"tier": 400, "off": 0, "tight": 12}
-"""Pages that the host holds, by engine."""
+HOSTS = {"tier": (400, 0), "off": (0, 0), "tight": (12, 0), "disk": (12, 150)}
+"""Pages that the host holds, and the disk, by engine."""
 
 Ask = tuple[tuple[int, ...], int]
 """A prompt, and how many tokens are wanted."""
@@ -103,17 +104,27 @@ def check_idle(llm: jaxserve.LLM) -> None:
     """Raise AssertionError unless everything has come back and every gauge says so."""
     engine = llm._built.engine
     scheduler, deadline = engine.scheduler, time.monotonic() + 10
-    while not (scheduler.idle and llm.health().idle and gauge(llm, "kv_offload_pending_transfers") == 0):
+    moving = ("kv_offload_pending_transfers", "disk_kv_pending_writes")
+    while not (scheduler.idle and llm.health().idle and all(gauge(llm, name) == 0 for name in moving)):
         assert time.monotonic() < deadline, "the engine does not come to rest"
         time.sleep(0.005)
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.usable
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert gauge(llm, name) == 0, name
-    tier = scheduler.cache.tier if scheduler.cache else None
+    tier, disk = (scheduler.cache.tier, scheduler.cache.disk) if scheduler.cache else (None, None)
+    assert disk is None or not disk.reading
     if tier is not None:
         tier.check()
         assert tier.nbytes == tier.records * tier.record_bytes <= tier.budget_bytes
+
+
+def resident() -> int:
+    """Bytes of memory that the process takes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def gauge(llm: jaxserve.LLM, name: str) -> float:
@@ -127,7 +138,7 @@ def stress(
     log: Callable[[str], object] = lambda line: None,
     *,
     seed: int = 0,
-    hosts: dict[str, int] = HOSTS,
+    hosts: dict[str, tuple[int, int]] = HOSTS,
     **options: Any,
 ) -> dict[str, Any]:
     """Run all of it, and raise AssertionError for whatever is wrong. ``model`` has at least 250 tokens."""
@@ -136,7 +147,7 @@ def stress(
     with jaxserve.LLM(str(model), prefix_caching=False, **LIMITS, kv_cache_memory_bytes=4 << 20, **options) as plain:
         expected = answers(plain, asks)
         page = plain._built.programs.record_bytes
-    process, whole, begun = psutil.Process(), 0, time.perf_counter()
+    whole, begun = 0, time.perf_counter()
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
@@ -145,11 +156,12 @@ def stress(
                     **LIMITS,
                     kv_cache_memory_bytes=(PAGES + 1) * page,
                     max_model_len=12 * LIMITS["page_size"],
-                    host_kv_gib=records * page / 2**30,
+                    host_kv_gib=host * page / 2**30,
+                    **disk_options(stack, disk * page),
                     **options,
                 )
             )
-            for name, records in hosts.items()
+            for name, (host, disk) in hosts.items()
         }
         base = 0
         for number in range(rounds):
@@ -160,20 +172,31 @@ def stress(
                 for llm in llms.values():
                     check_idle(llm)
                 gc.collect()
-                base = process.memory_info().rss
+                base = resident()
             if number % 100 == 99:
                 log(f"{number + 1} rounds, {time.perf_counter() - begun:.0f} s")
         for llm in llms.values():
             check_idle(llm)
         gc.collect()
-        grown = process.memory_info().rss - base
+        grown = resident() - base
         counts = {name: count(llm) for name, llm in llms.items()}
     assert grown < MEMORY, f"the process has grown by {grown} bytes"
     return {"rounds": rounds, "whole": whole, "grown_bytes": grown, "seconds": time.perf_counter() - begun} | counts
+
+
+def disk_options(stack: ExitStack, room: int) -> dict[str, Any]:
+    """A folder of ``room`` bytes that goes with the stack."""
+    if not room:
+        return {}
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-tiers-"))
+    return {"disk_kv_path": folder, "disk_kv_gib": room / 2**30}
 
 
 def count(llm: jaxserve.LLM) -> dict[str, int]:
     scheduler = llm._built.engine.scheduler
     tier = scheduler.cache.tier if scheduler.cache else None
     moved = {} if tier is None else {"spilled": tier.counts.spilled, "restored": tier.counts.restored}
+    disk = scheduler.cache.disk if scheduler.cache else None
+    if disk is not None:
+        moved |= {"written": disk.store.counts.written, "read": disk.store.counts.read}
     return {"preemptions": scheduler.preemptions} | moved

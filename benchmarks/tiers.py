@@ -40,11 +40,20 @@ def transfers(llm: jaxserve.LLM, rounds: int) -> dict[str, dict[str, float]]:
     regions = 8
     source, target = np.ones((regions, nbytes), np.uint8), np.ones((regions, nbytes), np.uint8)
     blocks: list[Any] = [None] * regions
+    pieces = 2 * programs.cfg.num_layers
+    rows = np.ones((pieces, programs.num_pages, programs.record_bytes // pieces), np.uint8)
+    targets = target.reshape(regions, records, pieces, -1)
+
+    def by_rows(here: int, pages: np.ndarray) -> None:
+        for piece in range(pieces):
+            for record, page in enumerate(pages):
+                targets[here, record, piece] = rows[piece, page]
 
     def step(number: int) -> None:
         here = number % regions
         pages = rng.permutation(np.arange(1, programs.num_pages, dtype=np.int32))[:records]
         samples["memcpy"].append(seconds(lambda: np.copyto(target[here], source[here])))
+        samples["memcpy, the same pieces"].append(seconds(lambda: by_rows(here, pages)))
 
         def out() -> Any:
             blocks[here] = spill(runner.state.kv, pages)
@@ -62,9 +71,9 @@ def transfers(llm: jaxserve.LLM, rounds: int) -> dict[str, dict[str, float]]:
             samples["link to host"].append(seconds(lambda: jax.device_put(link, host)))
             samples["link from host"].append(seconds(lambda: jax.device_put(there, link.sharding)))
 
-    samples: dict[str, list[float]] = {"memcpy": [], "spill": [], "restore": []}
+    samples: dict[str, list[float]] = {"memcpy": [], "memcpy, the same pieces": [], "spill": [], "restore": []}
     device = programs.mesh.devices.flat[0]
-    link = None if device.platform == "cpu" else jax.device_put(source[0], device)
+    link: Any = None if device.platform == "cpu" else jax.device_put(source[0], device)
     if link is not None:
         samples |= {"link to host": [], "link from host": []}
     for number in range(rounds + regions):

@@ -195,6 +195,8 @@ def size(
     per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
     page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
     host_bytes = memory.host_budget(config, gpu=gpu)
+    if host_bytes and not gpu:
+        memory.reuse_freed_blocks()
 
     def programs(num_pages: int, max_model_len: int) -> ProgramSet:
         width = -(-max_model_len // config.page_size)

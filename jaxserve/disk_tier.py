@@ -45,7 +45,8 @@ class DiskTier:
         self._reads: deque[tuple[bytes, ...]] = deque()
         self._writes: deque[tuple[Block, list[int]]] = deque()
         self._arrived: deque[Arrival] = deque()
-        self._queued = 0
+        self._queued = self._pending = 0
+        """Bytes, and blocks, that wait to be written or are being written."""
         self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="jaxserve-disk", daemon=True)
@@ -58,8 +59,8 @@ class DiskTier:
 
     @property
     def pending(self) -> int:
-        """Blocks that wait to be written."""
-        return len(self._writes)
+        """Blocks that are not written yet."""
+        return self._pending
 
     @property
     def usage(self) -> float:
@@ -94,6 +95,7 @@ class DiskTier:
                 self.store.counts.refused += len(numbers)
                 return False
             self._queued += block.nbytes
+            self._pending += 1
             self._writes.append((block, numbers))
             self._wake.notify()
         return True
@@ -150,6 +152,7 @@ class DiskTier:
             log.exception("KV pages could not be brought to the disk")
         with self._wake:
             self._queued -= block.nbytes
+            self._pending -= 1
 
 
 def write(store: DiskStore, block: Block, numbers: Sequence[int]) -> None:

@@ -24,6 +24,8 @@ from jaxserve.sequence import Sequence, StepPlan
 
 log = logging.getLogger(__name__)
 
+SETTLE_SECONDS = 0.05
+"""Between two looks at what an idle engine still moves."""
 OnDelta = Callable[[Delta], None]
 
 
@@ -86,6 +88,8 @@ class Engine:
         self._preemptions = 0
         self._transfers: deque[tuple[Block, float]] = deque()
         """Spills that have not been seen to end, and when they were launched."""
+        self._writes = 0
+        """Blocks that were waiting for the disk when it was last looked at."""
         self._masks = MaskPool(self._mask_ready)
         self._ready: deque[tuple[Any, Mask]] = deque()
         """Masks that have been computed and not taken in yet."""
@@ -219,7 +223,11 @@ class Engine:
             return False
         if self._disk is not None and self._disk.has_arrived:
             return False
-        self._wake.wait()
+        if self._transfers or self._writes:  # until the gauges are at rest too
+            self._wake.wait(SETTLE_SECONDS)
+            self._note_transfers()
+        else:
+            self._wake.wait()
         return True
 
     def _turn(self) -> None:
@@ -416,11 +424,11 @@ class Engine:
             counts = tier.counts
             self.metrics.host_tier(tier.usage, counts.dropped, counts.refused, counts.damaged)
         if self._disk is not None:
-            store = self._disk.store
+            store, self._writes = self._disk.store, self._disk.pending
             moved = {"read": store.counts.read, "write": store.counts.written}
             self.metrics.disk_tier(
                 self._disk.usage,
-                self._disk.pending,
+                self._writes,
                 {way: count * store.record_bytes for way, count in moved.items()},
                 self._disk.read_seconds,
                 {"evicted": store.counts.evicted, "refused": store.counts.refused, "damaged": store.counts.damaged},

@@ -114,7 +114,12 @@ class Generation:
     """
 
     def __init__(
-        self, state: State, prompts: Sequence[PromptInput], params: SamplingParams, priority: int, cache_salt: str | None = None
+        self,
+        state: State,
+        prompts: Sequence[PromptInput],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None = None,
     ):
         self._state, self._prompts, self._params, self._priority = state, prompts, params, priority
         self._channel = Channel()

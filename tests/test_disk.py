@@ -242,3 +242,15 @@ def test_too_much_at_once_is_refused_not_queued(tmp_path, monkeypatch):
     disk.stop()
     assert found(disk.store) == [1]
     disk.store.close()
+
+
+def test_a_record_that_has_come_twice_counts_once():
+    """Spilled again while it was being read."""
+    tier = HostTier(3 * SIZE, SIZE)
+    tier.put([key(1), key(2)])
+    tier.adopt([key(2)], np.stack([record(2)]))
+    tier.check()
+    assert tier.find(key(2))[0].data is not None
+    tier.adopt([key(1)], np.stack([record(1)]))
+    tier.check()
+    assert tier.records == 2

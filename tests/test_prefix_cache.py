@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from memory_disk import MemoryDisk
 
-from jaxserve.disk_tier import Arrival
-from jaxserve.host_tier import Block, HostTier, sizes
+from jaxserve.host_tier import Block, HostTier
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import Chain, Hit, PrefixCache
 
@@ -33,46 +33,6 @@ texts = st.builds(
     st.integers(1, 30),
     st.lists(st.integers(0, 1), max_size=2),
 )
-
-
-class MemoryDisk:
-    """What ``disk_tier.DiskTier`` does, at once and in memory."""
-
-    def __init__(self, capacity: int, kept: dict[bytes, dict]):
-        self.capacity, self.kept = capacity, kept
-        self.reading: set[bytes] = set()
-        self.asked: list[tuple[bytes, ...]] = []
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.kept
-
-    def save(self, block: Block, numbers: list[int]) -> bool:
-        if block.data is None:
-            return False
-        for number in numbers:
-            self.kept[block.keys[number]] = block.data[number]
-            while len(self.kept) > self.capacity:
-                del self.kept[next(iter(self.kept))]
-        return True
-
-    def fetch(self, keys: list[bytes]) -> None:
-        self.reading.update(keys)
-        self.asked.append(tuple(keys))
-
-    def arrived(self) -> list[Arrival]:
-        found = []
-        for keys in self.asked:
-            there = [key for key in keys if key in self.kept]
-            there = list(keys[: len(there)]) if there == list(keys[: len(there)]) else []
-            blocks, start = [], 0
-            for size in sizes(len(there)):
-                part = there[start : start + size]
-                blocks.append((part, [self.kept[key] for key in part]))
-                start += size
-            found.append(Arrival(keys, blocks))
-        self.asked.clear()
-        self.reading.clear()
-        return found
 
 
 class Holder:
@@ -271,7 +231,7 @@ class CacheMachine(RuleBasedStateMachine):
 def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
     """And whatever may happen does: a run in which nothing is spilled or restored proves nothing."""
     CacheMachine.events.clear()
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=350, stateful_step_count=80, deadline=None))
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=420, stateful_step_count=80, deadline=None))
     events = CacheMachine.events
     assert events["steps"] >= 20_000
     often = {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from memory_disk import MemoryDisk
 
 from jaxserve.constraint import Constraint, Mask
 from jaxserve.host_tier import HostTier
@@ -69,6 +70,10 @@ class World:
     reuse: bool = True
     records: int = 0
     """Pages that the host tier holds."""
+    disk: int = 0
+    """Pages that the disk holds, where there is a host tier."""
+    disk_turns: int = 0
+    """Turns that a read takes."""
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(page, offset) -> (position, token)."""
     last_token: dict[int, int] = field(default_factory=dict)
@@ -83,7 +88,9 @@ class World:
     def __post_init__(self) -> None:
         pool = PagePool(self.pages + 1, self.page_size)
         self.tier = HostTier(self.records, 1)
-        self.cache = PrefixCache(pool, tier=self.tier if self.records else None) if self.reuse else None
+        self.store = MemoryDisk(self.disk, {}) if self.disk and self.records else None
+        self.cache = PrefixCache(pool, "", self.tier if self.records else None, self.store) if self.reuse else None
+        self.waited = 0
         limits = {"max_num_seqs": self.slots, "prompt_tokens": self.blocks * BLOCK, "block": BLOCK}
         self.scheduler = Scheduler(pool, **limits, cache=self.cache)
 
@@ -125,9 +132,22 @@ class World:
         if self.flight and (plan is None or len(self.flight) > self.depth):
             plan, tokens, _ = self.flight.popleft()
             self.collect(plan, tokens)
-        elif plan is None:
-            assert self.scheduler.idle or self.awaited, "sequences wait but none can run"
+        elif plan is None and not self.scheduler.idle:
+            reading = self.store is not None and self.store.reading
+            assert self.awaited or reading, "sequences wait but none can run"
+        self.read()
         self.check()
+
+    def read(self) -> None:
+        """What the disk's thread does, and the engine with what it brings."""
+        if self.store is None or not self.store.reading:
+            return
+        self.waited += 1
+        if self.waited > self.disk_turns:
+            self.waited = 0
+            for arrival in self.store.arrived():
+                for keys, data in arrival.blocks:
+                    self.tier.adopt(keys, data)
 
     def masks_come(self) -> None:
         """As the engine does it: a sequence at its limit ends when its mask is there."""
@@ -290,6 +310,8 @@ worlds = st.builds(
     depth=st.integers(0, 1),
     reuse=st.booleans(),
     records=st.sampled_from([0, 1, 5, 40]),
+    disk=st.sampled_from([0, 3, 100]),
+    disk_turns=st.integers(0, 6),
 )
 
 
@@ -373,6 +395,18 @@ def test_overlap_changes_no_schedule_of_tokens() -> None:
         world.scheduler.schedule = lambda schedule=schedule, plans=plans: plans.append(schedule()) or plans[-1]
         world.run([Wish(5, 10), Wish(9, 10)])
         assert sum(plan.tokens for plan in plans if plan) == 5 + 9 + 9 + 9
+
+
+def test_pages_on_the_disk_are_waited_for_while_others_run() -> None:
+    """A text has been driven out to the disk; who asks for it again computes the last page, once the rest is there."""
+    world = World(pages=8, page_size=2, slots=2, blocks=8, depth=1, records=8, disk=100, disk_turns=5)
+    others = [Wish(12, 2, turn=10 * i) for i in range(1, 5)]
+    seqs = world.run([Wish(12, 2, topic=0), *others, Wish(12, 2, topic=0, turn=60), Wish(2, 2, turn=60)])
+    again, other = seqs[-2:]
+    assert again.cached == 10, "whole pages"
+    assert again.from_disk > 0
+    admitted = [arrival for arrival, _ in world.covered]
+    assert admitted.index(other.arrival) < admitted.index(again.arrival)
 
 
 def make(pages: int = 32, slots: int = 2, blocks: int = 2) -> Scheduler:
