@@ -60,15 +60,15 @@ class Soak:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
-    probes: list[tuple[float, float, int]] = field(default_factory=list)
-    """Of each: time, seconds, status."""
+    probes: list[tuple[float, float, int, float]] = field(default_factory=list)
+    """Of each: time, seconds, status, and seconds that the probe itself overslept: how busy the machine was."""
     large: list[tuple[float, float]] = field(default_factory=list)
     """From and to when a large prompt was on its way."""
 
     def latencies(self, *, while_large: bool = False) -> list[float]:
         """Seconds that ``/health`` took; all, or those while a large prompt was on its way."""
         found = []
-        for at, seconds, _ in self.probes:
+        for at, seconds, *_ in self.probes:
             if not while_large or any(begun <= at + seconds and at <= end for begun, end in self.large):
                 found.append(seconds)
         return found
@@ -202,7 +202,7 @@ def verdict(found: Soak, *, health_ms: float, growth_mib: float) -> list[Check]:
     bad = sum(count for what, count in found.counts.items() if what not in fine)
     growth = found.memory_growth() / 2**20
     slowest = max(found.latencies(), default=float("inf")) * 1e3
-    unwell = sum(status != 200 for _, _, status in found.probes)
+    unwell = sum(status != 200 for _, _, status, _ in found.probes)
     return [
         ("streams that went wrong", bad, 0, bad == 0),
         ("/health not 200", unwell, 0, unwell == 0),
@@ -260,6 +260,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [[name, value, most, "yes" if ok else "NO"] for name, value, most, ok in checks]
     report.show(f"{args.streams} streams, {args.duration:g} s", ["", "found", "at most", "holds"], rows)
     health: dict[str, list[float]] = {"all": found.latencies(), "while large": found.latencies(while_large=True)}
+    health["the probe's own sleep"] = [late for *_, late in found.probes]
     table = [
         [name, len(v), *(f"{np.percentile(v, p) * 1e3:.1f}" for p in (50, 90, 99, 100))]
         for name, v in health.items()

@@ -215,6 +215,29 @@ def test_an_idle_engine_is_neither_stalled_nor_ended():
         assert found.end()[0] == 0
 
 
+FREEZES = """
+import gc, os, signal
+from serve import ServerOptions
+from serve.runner import run
+from tests.fake_llm import FakeLLM
+
+class Telling(FakeLLM):
+    def print_report(self):
+        print(gc.get_freeze_count(), gc.isenabled())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run(lambda phase: Telling(), ServerOptions(port=0, access_log="off"))
+"""
+
+
+def test_collections_pass_over_what_was_loaded():
+    """Else a full one stops every stream for as long as it takes to look at a model's objects."""
+    found = subprocess.run([sys.executable, "-c", FREEZES], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    count, enabled = found.stdout.split()
+    assert int(count) > 10_000, found.stderr
+    assert enabled == "True"
+
+
 def test_hup_reads_the_keys_again(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one")
