@@ -93,7 +93,7 @@ class FakeLLM:
 
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer(add_bos=self.add_bos)
-        self.config = SimpleNamespace(model="/models/tiny", served_name="tiny", max_queued_requests=self.most)
+        self.config = SimpleNamespace(model="/models/tiny", served_name="tiny", max_queued_requests=max(1, self.most))
         self._metrics = EngineMetrics(model_name="tiny")
         self.metrics = self._metrics.registry
         self.state = Health()
