@@ -134,7 +134,8 @@ def run(args: argparse.Namespace) -> None:
     results, rows = [], []
     for contender in own_contenders(args):
         options: dict[str, Any] = {key: json.loads(value) for key, value in contender.options.items()}
-        options = {"max_num_seqs": max(args.streams), "max_model_len": args.input_len + args.output_len + 8} | options
+        limits = {"max_num_seqs": max(args.streams), "max_model_len": args.input_len + args.output_len + 8}
+        options = {**limits, "prefix_caching": False, **options}  # whoever comes second would find its prompts computed
         with jaxserve.LLM(args.model, dtype=contender.dtype, **options) as llm:
             for streams in args.streams:
                 result = measure(llm, Job(streams, args.input_len, args.output_len), args.rounds, args.seed)
