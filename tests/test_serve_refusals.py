@@ -124,8 +124,15 @@ BAD_CHATS = [
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 1025}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "Hi", "mood": "odd"}]}, "messages[0].mood"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
@@ -211,6 +218,18 @@ def test_a_misspelt_field_is_told_apart_from_an_unheard_of_one(server):
     assert message == "unknown field 'guided_json'"
 
 
+def test_an_unknown_field_of_a_part_is_named(server):
+    part = {"type": "text", "text": "a", "q": 1}
+    items = [{"role": "user", "content": [part | {"q": None}, part]}]
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": items}, "messages[0].content[1].q"),
+        ("/v1/responses", {"input": items}, "input[0].content[1].q"),
+    ):
+        reply = server.send(path, body)
+        check_refusal(server, reply, param)
+        assert reply[1]["error"]["code"] == "unknown_parameter"
+
+
 def test_what_can_never_be_queued_is_no_matter_of_trying_again():
     with serving(FakeLLM(most=4)) as server:
         for send, fields, param in [
@@ -232,6 +251,9 @@ def test_unknown_fields_may_be_ignored():
         assert server.send("/v1/responses", body | {"store": True})[0] == 400
         assert complete(server, unheard_of=1, stream_options={"odd": 1}, stream=True)[0] == 200
         assert chat(server, messages=[{"role": "user", "content": "Hi", "mood": 1}])[0] == 200
+        parts = [{"type": "text", "text": "Hi", "odd": 1}, {"type": "refusal", "refusal": "No.", "odd": 1}]
+        assert chat(server, messages=[{"role": "user", "content": parts}])[0] == 200
+        assert chat(server, messages=[{"role": "user", "content": [{"type": "image_url"}]}])[0] == 400
         assert complete(server, max_tokens="5")[0] == 400
         assert chat(server, tools=[{}])[0] == 400
 

@@ -3,10 +3,10 @@
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import PlainValidator, SkipValidation
+from pydantic import Field, SkipValidation, Tag
 
 from serve.errors import bad_request
-from serve.protocol.base import Body
+from serve.protocol.base import BY_TYPE, Body
 
 MAX_PARTS = 1024
 """Most parts of a message's content."""
@@ -24,29 +24,19 @@ class RefusalPart(Body):
     refusal: str
 
 
-def _check_content(value: object) -> str | None:
-    """Message content: a string, or a list of text parts, which are joined by newlines."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of parts")
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"holds more than {MAX_PARTS} parts")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
-            raise ValueError(f'[{index}] must be an object with a "type"')
-        if kind not in ("text", "refusal"):
-            raise ValueError(f"[{index}]: parts of type {kind[:40]!r} are not supported; only text is")
-        if not isinstance(part.get(kind), str) or part.keys() - {"type", kind}:
-            raise ValueError(f'[{index}] must hold "type" and "{kind}" (a string) and nothing else')
-        texts.append(part[kind])
-    return "\n".join(texts)
-
+type Part = Annotated[Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], BY_TYPE]
 
 type Content = Annotated[
-    str | None, PlainValidator(_check_content, json_schema_input_type=str | list[TextPart | RefusalPart])
+    Annotated[str, Tag("<string>")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("<list>")],
+    BY_TYPE,
 ]
+
+
+def _text(content: str | list[TextPart | RefusalPart]) -> str:
+    """What the model sees of it: parts are joined by newlines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
 class CalledFunction(Body):
@@ -82,7 +72,7 @@ class Message(Body):
     """One message. Which fields it must have depends on its role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     """Of an assistant, whose content may then be missing."""
@@ -114,7 +104,7 @@ class Message(Body):
         elif self.tool_call_id is not None:
             message = f"{path}.tool_call_id may only be given in a tool's message"
             raise bad_request(message, param=f"{path}.tool_call_id")
-        content = self.refusal if self.content is None else self.content
+        content = self.refusal if self.content is None else _text(self.content)
         if content is None and not self.tool_calls:
             need("content")
         role = "system" if self.role == "developer" else self.role
