@@ -1,11 +1,15 @@
 """The server, over real sockets and by the official client, on a fake engine."""
 
+import dataclasses
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 import jaxserve
+from tests.fake_llm import FakeLLM
 from tests.serving import Server, chat, complete, events, serving
 
 TEXT = "Hello, wörld! 😀"
@@ -183,6 +187,33 @@ def test_best_of_picks_the_likeliest_and_counts_them_all():
         assert server.llm.submitted[-1].params.n == 5
 
 
+class Uneven(FakeLLM):
+    """The second completion of every request ends after two tokens."""
+
+    def submit(self, prompt, params, *, on_delta, priority=0, cache_salt=""):
+        tokens = 0
+
+        def uneven(delta):
+            nonlocal tokens
+            if delta.index == 1:
+                tokens += 1
+                if tokens > 2:
+                    delta = dataclasses.replace(delta, token_ids=(), text="", logprobs=(), finish_reason=None)
+            on_delta(delta)
+
+        return super().submit(prompt, params, on_delta=uneven, priority=priority, cache_salt=cache_salt)
+
+
+def test_best_of_picks_by_the_mean_and_not_by_the_sum():
+    """Two tokens of -1.25 each are less likely than an answer of -0.25 each, though their sum is higher."""
+    with serving(Uneven(worse=True)) as server:
+        both = complete(server, n=2, logprobs=0)[1]["choices"]
+        long, short = (choice["logprobs"]["token_logprobs"] for choice in both)
+        assert (set(long), short) == ({-0.25}, [-1.25, -1.25])
+        assert sum(short) > sum(long)
+        assert complete(server, n=1, best_of=2)[1]["choices"][0]["text"] == TEXT
+
+
 def test_truncation_keeps_the_end_and_says_so(server):
     def ask(keep, **fields):
         fields = {"prompt": "abcdef", "echo": True, "truncate_prompt_tokens": keep} | fields
@@ -343,3 +374,26 @@ def test_small_routes(server):
     assert (status, answer["error"]["code"]) == (404, "not_found")
     status, answer, headers = server.send("/v1/completions")
     assert (status, answer["error"]["code"], headers["Allow"]) == (405, "method_not_allowed", "POST")
+
+
+def test_load_counts_the_requests_under_way_and_not_their_prompts():
+    def load() -> tuple[int, int]:
+        answer = server.send("/load")[1]
+        return answer["server_load"], answer["running"]
+
+    def reached(wanted: tuple[int, int]) -> None:
+        end = time.monotonic() + 10
+        while (found := load()) != wanted:
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+
+    with serving(FakeLLM(step_seconds=0.01)) as server, ThreadPoolExecutor(3) as pool:
+        assert load() == (0, 0)
+        fields = {"max_tokens": 200, "ignore_eos": True}
+        asked = [pool.submit(complete, server, prompt=["a", "b"], **fields)]
+        reached((1, 2))
+        asked += [pool.submit(complete, server, stream=True, **fields), pool.submit(chat, server, **fields)]
+        reached((3, 4))
+        assert not any(one.done() for one in asked)
+        assert [one.result()[0] for one in asked] == [200] * 3
+        reached((0, 0))
