@@ -217,6 +217,48 @@ def test_openmetrics_and_odd_versions_are_answered(server):
         assert "num_requests_running" in text
 
 
+def rest(llm: jaxserve.LLM) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """The samples once the engine is idle and all its gauges say so."""
+    idle(llm)
+    end = time.monotonic() + 5
+    while any((found := samples(llm._built.metrics))[f"jaxserve:{gauge}", ()] for gauge in GAUGES):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_the_times_of_a_request_add_up(llm, at_once):
+    """Of eight requests one after another, or of eight at once for the engine's four places."""
+    before, wall, tokens = rest(llm), 0.0, 40
+    for first in range(0, 8, at_once):
+        start = time.monotonic()
+        prompts = [f"prompt {i}" for i in range(first, first + at_once)]
+        llm.generate(prompts, max_tokens=tokens, ignore_eos=True, progress=False)
+        wall += time.monotonic() - start
+    after = rest(llm)
+
+    def grown(metric: str, part: str = "sum") -> float:
+        key = (f"jaxserve:{metric}_seconds_{part}", ())
+        return after[key] - before[key]
+
+    parts = ("queue", "prefill", "decode", "inference")
+    for name in ("e2e_request_latency", "time_to_first_token", *(f"request_{part}_time" for part in parts)):
+        assert grown(name, "count") == 8, name
+    e2e, first_token = grown("e2e_request_latency"), grown("time_to_first_token")
+    queue, prefill, decode, inference = (grown(f"request_{part}_time") for part in parts)
+    assert min(queue, prefill, decode) > 0
+    assert e2e <= wall * at_once
+    assert queue + prefill + decode == pytest.approx(e2e, abs=1e-6)
+    assert queue + prefill == pytest.approx(first_token, abs=1e-6)
+    assert prefill + decode == pytest.approx(inference, abs=1e-6)
+    if at_once > 4:  # half of them wait for the other half
+        assert queue > 0.1 * e2e
+    assert grown("inter_token_latency", "count") == 8 * (tokens - 1)
+    assert 0.8 * decode < grown("inter_token_latency") <= decode + 1e-6
+    assert grown("request_time_per_output_token") == pytest.approx(decode / (tokens - 1), abs=1e-6)
+
+
 def test_gauges_come_back_after_every_way_to_end(llm, server):
     """Aborts, refusals, deadlines, ends: whatever happened, an idle engine says zero and every request is counted."""
     name = server.state.model_name
@@ -231,12 +273,7 @@ def test_gauges_come_back_after_every_way_to_end(llm, server):
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         llm.abort(llm.submit("abc", params, on_delta=deltas.append))
     complete(server, model=name, max_tokens=3, n=2)
-    idle(llm)
-    end = time.monotonic() + 5
-    while any(samples(llm._built.metrics)[f"jaxserve:{gauge}", ()] for gauge in GAUGES):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    after = samples(llm._built.metrics)
+    after = rest(llm)
 
     def grown(metric: str, **labels: str) -> float:
         key = (f"jaxserve:{metric}", tuple(labels.items()))
