@@ -216,6 +216,8 @@ def test_a_misspelt_field_is_told_apart_from_an_unheard_of_one(server):
     assert message == "unknown field 'max_token' (did you mean 'max_tokens'?)"
     message = chat(server, guided_json={})[1]["error"]["message"]
     assert message == "unknown field 'guided_json'"
+    message = complete(server, stream=True, stream_options={"q": 1})[1]["error"]["message"]
+    assert message == "unknown field 'stream_options.q'", "a field is no misspelling of what it stands in"
 
 
 def test_an_unknown_field_of_a_part_is_named(server):

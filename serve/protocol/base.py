@@ -144,8 +144,8 @@ def _tell(fault: str, loc: tuple[int | str, ...], context: dict[str, Any], kind:
     """Name of the field at fault, and a sentence about it."""
     if fault == "extra_forbidden":
         name = ".".join(filter(None, (_path(loc[:-1]), str(loc[-1])[:60])))
-        meant = difflib.get_close_matches(name, kind.model_fields, 1, 0.8)
-        return name, f"unknown field {name!r}" + (f" (did you mean {meant[0]!r}?)" if meant else "")
+        meant = _meant(name, kind) if len(loc) == 1 else None
+        return name, f"unknown field {name!r}" + (f" (did you mean {meant!r}?)" if meant else "")
     name = _path(loc) or "body"
     if fault == "missing":
         return name, f"{name} is required"
@@ -153,6 +153,22 @@ def _tell(fault: str, loc: tuple[int | str, ...], context: dict[str, Any], kind:
         known = context["expected_tags"].replace("<", "").replace(">", "")
         return f"{name}.type", f"{name}.type must be one of {known}"
     return name, f"{name} {FAULTS.get(fault, 'is not valid').format(**context)}"
+
+
+ELSEWHERE = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
+    "response_format": "text",
+    "messages": "input",
+}
+"""What fields of other endpoints and servers are called here, where they are called so."""
+
+
+def _meant(name: str, kind: type[Body]) -> str | None:
+    """The field that an unknown one may have been meant to be."""
+    if (here := ELSEWHERE.get(name)) in kind.model_fields:
+        return here
+    return next(iter(difflib.get_close_matches(name, kind.model_fields, 1, 0.8)), None)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
