@@ -25,9 +25,7 @@ TESTS = Path(__file__).parent
 OUTPUT, SERVICE, HERE = "operator_cases_output", "operator_cases_service", "operator_cases"
 LATER: dict[int, str] = {
     28: "speculative decoding",
-    50: "spilling to the host",
     68: "DeepSeek's scaling of rotary frequencies",
-    72: "offloading KV",
     76: "watermarks",
 }
 """Cases of what is not built yet; what of them can be tried is in ``CASES``."""
@@ -69,7 +67,11 @@ CASES: dict[int, tuple[str, ...]] = {
         f"{OUTPUT}::test_a_message_may_hold_content_and_calls",
     ),
     48: ("soak::test_five_hundred_random_requests_leave_nothing_behind",),
-    50: (f"{SERVICE}::test_a_preempted_request_that_is_aborted_leaves_nothing",),
+    50: (
+        f"{SERVICE}::test_a_preempted_request_that_is_aborted_leaves_nothing",
+        "tiers::test_hanging_up_while_pages_come_from_the_disk_leaves_nothing",
+        "tiers::test_rounds_of_shared_beginnings_with_aborts_over_too_little_memory",
+    ),
     52: (
         f"{SERVICE}::test_equal_request_ids_side_by_side",
         "guards::test_request_ids_are_echoed_where_sane_and_never_keys",
@@ -105,7 +107,15 @@ CASES: dict[int, tuple[str, ...]] = {
         "bad_input::test_a_tied_model_without_a_head_uses_its_embedding",
         "bad_input::test_a_bad_checkpoint_is_named",
     ),
-    72: ("engine::test_the_same_tokens_after_preemptions",),
+    72: (
+        "engine::test_the_same_tokens_after_preemptions",
+        "prefix_engine::test_too_little_device_memory_changes_no_token",
+        "tiers::test_rounds_of_shared_beginnings_with_aborts_over_too_little_memory",
+        "tiers::test_a_damaged_record_is_dropped_and_computed_again",
+        "tiers::test_damaged_pages_on_disk_are_computed_again",
+        "tiers::test_a_restart_keeps_what_was_on_the_device_and_on_the_host",
+        "disk::test_a_damaged_record_is_discarded_and_the_others_are_not",
+    ),
     74: (
         "executables::test_the_second_build_loads",
         "executables::test_a_changed_environment_never_finds_the_old_one",
