@@ -283,22 +283,18 @@ class Engine:
         for rows, values in result.prompt:
             self._prompt_logprobs(rows, LogprobRows(*values))
         logprobs = LogprobRows(*result.logprobs) if result.logprobs is not None else None
-        fresh, intervals = 0, 0.0
+        intervals: list[float | None] = []
         for i, (seq, token) in enumerate(zip(plan.sampled, result.tokens.tolist(), strict=True)):
             if seq.finished:
                 continue  # it ended while this step was in flight
-            if seq.last_token_at is not None:
-                fresh += 1
-                intervals += now - seq.last_token_at
-            else:
+            intervals.append(None if seq.last_token_at is None else now - seq.last_token_at)
+            if seq.first_token_at is None:
                 seq.first_token_at = now
                 self.metrics.first_token(now - seq.arrived_at)
-                self.metrics.tokens(1)
             seq.last_token_at = now
             wanted = seq.params.logprobs
             self._accept(seq, token, logprobs.row(i, token, wanted) if logprobs and wanted is not None else None)
-        if fresh:
-            self.metrics.tokens(fresh, intervals / fresh)
+        self.metrics.tokens(intervals)
         self.scheduler.collected(plan)
         self._gauges(plan.tokens)
 

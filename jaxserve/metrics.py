@@ -250,15 +250,14 @@ class EngineMetrics(Collector):
         self._first_token.observe(seconds)
 
     @_guarded
-    def tokens(self, n: int, interval_seconds: float | None = None) -> None:
-        """``n`` tokens were generated, each ``interval_seconds`` after the one before it in its sequence.
-
-        One call may speak for many sequences that got a token in the same step. None stands for first tokens, which
-        have no interval.
+    def tokens(self, intervals: Sequence[float | None]) -> None:
+        """A token was generated for each of these: seconds after the one before it in its sequence, None for a first
+        token.
         """
-        self._generation_tokens.add(n)
-        if interval_seconds is not None and n > 0:
-            self._interval.observe(interval_seconds, n)
+        self._generation_tokens.add(len(intervals))
+        for interval in intervals:
+            if interval is not None:
+                self._interval.observe(interval)
 
     @_guarded
     def finished(

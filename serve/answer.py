@@ -148,6 +148,8 @@ class Answer:
         except RequestError as error:
             if (error.param or "").startswith("structured_outputs"):
                 raise named(error, self._turn.grammar_field) from None
+            if error.param == "prompt":  # a conversation that is too long
+                raise RequestError(str(error), param="messages", code=error.code) from None
             raise
         return self
 

@@ -65,6 +65,9 @@ def _conversation(body: ChatRequest) -> Conversation:
 
 def _params(body: ChatRequest) -> SamplingParams:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if most == 0 and body.prompt_logprobs is None:
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise bad_request(f"{field} must be at least 1, got 0", param=field)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     try:
         return body.params(max_tokens=most, logprobs=logprobs)

@@ -112,6 +112,13 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """A body that cannot be read has been answered; it is the client's fault, and no error of ours."""
+        if isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            log.info("refused what could not be decoded")
+        else:
+            super().log_exception(*args, **kwargs)
+
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:

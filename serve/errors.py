@@ -87,7 +87,8 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineDeadError():
             return ApiError(500, str(error), code="engine_dead")
         case web.RequestPayloadError():
-            return bad_request(f"the request body cannot be read: {error}", code="unreadable_body")
+            reason = str(error).rpartition("message:")[2].strip()
+            return bad_request(f"the request body cannot be read: {reason}", code="unreadable_body")
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the request body is too large", code="request_too_large")
         case web.HTTPException():

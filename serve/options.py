@@ -29,7 +29,7 @@ class ServerOptions:
         repr=False,
         metadata={"help": "Key clients must send as a bearer token; may be given several times."},
     )
-    api_key_file: str | None = _option(None, "File with more keys, one a line; SIGHUP reads it again.")
+    api_key_file: str | None = _option(None, "File with more keys, one a line (# for comments); SIGHUP reads it again.")
     cors_origin: tuple[str, ...] = _option(
         (), "Origin whose web pages may call the server (* for any); may be given several times."
     )
@@ -74,6 +74,8 @@ class ServerOptions:
             raise ValueError(f"max_header_bytes must be in [1024, {2**20}], got {self.max_header_bytes}")
         if not all(self.api_key):
             raise ValueError("api_key must not be empty")
+        if self.uds == "":
+            raise ValueError("uds must not be empty")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         if self.access_log not in ACCESS_LOGS:
@@ -98,7 +100,7 @@ class ServerOptions:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ValueError(f"api_key_file {self.api_key_file} cannot be read: {reason}") from None
-        found = tuple(line.strip() for line in lines if line.strip())
+        found = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
         if not found:
             raise ValueError(f"api_key_file {self.api_key_file} holds no key")
         return self.api_key + found

@@ -23,8 +23,8 @@ from serve.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-CLOSE_SECONDS = 10.0
-"""How long an idle engine may take to close."""
+CLOSE_SECONDS = 30.0
+"""How long an engine may take to close: with a disk tier it first writes what it keeps."""
 
 type Load = Callable[[Callable[[str], None]], Any]
 """Makes the engine; it is given a function that takes the name of each phase of the start."""
@@ -118,11 +118,13 @@ async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bo
     log.info("serving %s on %s", state.model_name, bound.url)
     log.info("tool parser %(tool_parser)s, reasoning parser %(reasoning_parser)s", state.formats.report())
     with Watchdog(llm, state.options.watchdog_timeout):
-        status = await _until_stopped(state, stop, signals)
-    closed: set[asyncio.Future[Any]] = set()
-    if status == 0:
-        closed, _ = await asyncio.wait((_in_thread(llm.close),), timeout=CLOSE_SECONDS)
-    return Ended(status, clean=bool(closed))
+        status, hurry = await _until_stopped(state, stop, signals)
+    if hurry:
+        return Ended(status, clean=False)
+    closed, again = _in_thread(llm.close), asyncio.ensure_future(signals.get())
+    await asyncio.wait((closed, again), timeout=CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    return Ended(status, clean=closed.done())
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -151,23 +153,25 @@ def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
     return done
 
 
-async def _until_stopped(state: State, first: "asyncio.Future[int]", signals: asyncio.Queue[int]) -> int:
+async def _until_stopped(state: State, first: "asyncio.Future[int]", signals: asyncio.Queue[int]) -> tuple[int, bool]:
+    """The exit status, and whether to leave the engine as it is: it has died, or a second signal came."""
     died = asyncio.ensure_future(state.engine_died.wait())
     await asyncio.wait((died, first), return_when=asyncio.FIRST_COMPLETED)
     if died.done():
         first.cancel()
         log.critical("the engine has stopped; the server ends")
-        return 1
+        return 1, True
     state.draining = True
     timeout = state.options.shutdown_timeout
     log.info("%s: draining for at most %g s", signal.Signals(first.result()).name, timeout)
     drained, second = asyncio.ensure_future(state.idle.wait()), asyncio.ensure_future(signals.get())
     await asyncio.wait((drained, second, died), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     status = 0 if drained.done() and not died.done() else 1
+    hurry = died.done() or second.done()
     if not drained.done():
         log.warning("stopping with requests unfinished")
         state.fail_all(unavailable("the server is shutting down", code="shutting_down"))
         await asyncio.wait((drained,), timeout=0.5)
     for task in (drained, second, died):
         task.cancel()
-    return status
+    return status, hurry

@@ -107,13 +107,13 @@ def test_every_route_but_three_probes_and_the_page_wants_a_key():
 
 def test_keys_come_from_a_file_that_may_change(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("  first \n\nsecond\n")
+    file.write_text("# ours\n  first \n\nsecond\n")
     with serving(api_key=("zero",), api_key_file=str(file)) as server:
 
         def status(key: str) -> int:
             return server.send("/v1/models", headers={"Authorization": f"Bearer {key}"})[0]
 
-        assert [status(key) for key in ("zero", "first", "second", "third", "")] == [200, 200, 200, 401, 401]
+        assert [status(key) for key in ("zero", "first", "second", "third", "# ours", "")] == [200] * 3 + [401] * 3
         file.write_text("third\n")
         server.state.load_keys()
         assert [status(key) for key in ("zero", "first", "third")] == [200, 401, 200]
@@ -521,6 +521,7 @@ def test_tls(certificate, tmp_path):
         ({"cors_origin": ("example.org",)}, "cors_origin"),
         ({"cors_origin": ("https://a/b",)}, "cors_origin"),
         ({"api_key": ("",)}, "api_key"),
+        ({"uds": ""}, "uds must not be empty"),
         ({"api_key_file": "/nonexistent"}, "api_key_file /nonexistent"),
         ({"max_header_bytes": 10}, "max_header_bytes"),
     ],

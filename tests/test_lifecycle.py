@@ -175,6 +175,8 @@ def test_draining_ends_at_the_deadline_or_the_second_signal(second):
         assert seconds < 5
         assert '"code":"shutting_down"' in stream.whole()
         assert stream.whole().endswith("data: [DONE]\n\n")
+        # The deadline leaves time to close the engine, which may have pages to write; the second signal does not.
+        assert found.process.stdout.read() == ("" if second else "closed\n")
 
 
 def test_the_death_of_the_engine_ends_the_process():

@@ -36,8 +36,8 @@ def test_counts_come_back_in_the_printed_text():
     metrics.admitted(0.2, prompt_tokens=11)
     metrics.step(tokens=11, running=1, waiting=2, page_usage=0.25)
     metrics.first_token(0.3)
-    metrics.tokens(1)
-    metrics.tokens(3, 0.02)
+    metrics.tokens([None])
+    metrics.tokens([0.02] * 3)
     metrics.preempted()
     metrics.compiled_after_ready(2)
     metrics.rejected("queue_full")
@@ -107,20 +107,19 @@ def test_histogram_buckets_are_cumulative_and_hold_their_bound():
 
 def test_prefix_and_two_engines_side_by_side():
     one, two = EngineMetrics(prefix="vllm"), EngineMetrics(prefix="vllm")
-    one.tokens(5)
+    one.tokens([None] * 5)
     assert samples(one)["vllm:generation_tokens_total", ()] == 5
     assert samples(two)["vllm:generation_tokens_total", ()] == 0
 
 
 def test_nonsense_neither_raises_nor_lowers_a_counter(caplog):
     metrics = EngineMetrics()
-    metrics.tokens(7, 0.01)
-    metrics.tokens(-3, -1.0)
+    metrics.tokens([0.01] * 7)
     metrics.preempted(-1)
     metrics.first_token(-5.0)
     with caplog.at_level(logging.ERROR):
         metrics.first_token("soon")  # type: ignore[arg-type]
-        metrics.tokens(None, 0.1)  # type: ignore[arg-type]
+        metrics.tokens(None)  # type: ignore[arg-type]
     found = samples(metrics)
     assert found["jaxserve:generation_tokens_total", ()] == 7
     assert found["jaxserve:num_preemptions_total", ()] == 0
@@ -134,7 +133,7 @@ def test_threads_lose_no_count():
 
     def work() -> None:
         for _ in range(2000):
-            metrics.tokens(1, 0.001)
+            metrics.tokens([0.001])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -150,7 +149,7 @@ def test_a_step_of_32_sequences_costs_under_100_microseconds():
     def step() -> None:
         metrics.step(32, 32, 5, 0.5)
         for _ in range(32):
-            metrics.tokens(1, 0.004)
+            metrics.tokens([0.004])
 
     best = float("inf")
     for _ in range(20):

@@ -412,7 +412,7 @@ def test_gauges_move(open_tab):
     tab.until("document.querySelector('.tile .value').textContent === '0'")
     llm._metrics.step(5, 3, 2, 0.5)
     llm._metrics.preempted(4)
-    llm._metrics.tokens(1000)
+    llm._metrics.tokens([None] * 1000)
     tab.until("parseFloat(document.querySelector('.tile:nth-child(4) .value').textContent) > 0")
     assert [tab.shown(tile.format(i, "value")) for i in (1, 2, 3, 6)] == ["3", "2", "50 %", "4"]
     assert [tab.shown(tile.format(i, "note")) for i in (1, 3)] == ["of 8", "100 of 200"]

@@ -139,7 +139,7 @@ BAD_CHATS = [
         "messages[0].tool_calls[0].function",
     ),
     ({"messages": [{"role": "user", "content": "raise"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -215,7 +215,11 @@ def test_a_misspelt_field_is_told_apart_from_an_unheard_of_one(server):
     message = complete(server, max_token=5)[1]["error"]["message"]
     assert message == "unknown field 'max_token' (did you mean 'max_tokens'?)"
     message = chat(server, guided_json={})[1]["error"]["message"]
-    assert message == "unknown field 'guided_json'"
+    assert message == "unknown field 'guided_json' (did you mean 'structured_outputs'?)"
+    message = server.send("/v1/responses", {"input": "Hi", "max_tokens": 5})[1]["error"]["message"]
+    assert message == "unknown field 'max_tokens' (did you mean 'max_output_tokens'?)"
+    message = chat(server, unheard_of=1)[1]["error"]["message"]
+    assert message == "unknown field 'unheard_of'"
     message = complete(server, stream=True, stream_options={"q": 1})[1]["error"]["message"]
     assert message == "unknown field 'stream_options.q'", "a field is no misspelling of what it stands in"
 
