@@ -56,6 +56,11 @@ class Hit:
     def held(self) -> list[int]:
         return [page for page in self.pages if page]
 
+    @property
+    def pinned(self) -> list[int]:
+        """All that is held for the asker: the page to copy as well."""
+        return self.held if self.copy is None else [*self.held, self.copy]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -133,7 +138,7 @@ class PrefixCache:
             [] if self.disk is None or best == len(rest) else self._beyond(chain, tokens, limit, len(pages), len(loads))
         )
         hit = Hit(done + best, pages, copy, loads, beyond)
-        self.pool.hold(hit.held if copy is None else [*hit.held, copy])
+        self.pool.hold(hit.pinned)
         return hit
 
     def _beyond(self, chain: Chain, tokens: Sequence[int], limit: int, page: int, loads: int) -> list[bytes]:
@@ -196,11 +201,11 @@ class PrefixCache:
         for key in reversed(chain.keys[: computed // self.pool.page_size]):
             if (known := self._by_key.get(key)) is not None:
                 self.pool.touch(known)
-        self.pool.give(pages, keep=self._entries.__contains__)
+        self.let_go(pages)
 
-    def let_go(self, hit: Hit) -> None:
-        """Hold a hit no longer: it is not wanted after all, or its page has been copied."""
-        self.pool.give(hit.held + ([] if hit.copy is None else [hit.copy]), keep=self._entries.__contains__)
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Hold pages no longer: a hit is not wanted after all, its page has been copied, or a sequence leaves."""
+        self.pool.give(pages, keep=self._entries.__contains__)
 
     def keys(self, chain: Chain, tokens: Sequence[int], page: int) -> Iterator[bytes]:
         """The keys of the pages of ``tokens`` from number ``page`` on; the last page's as far as it is filled."""

@@ -153,7 +153,7 @@ class Scheduler:
                 hit = self._without_copy(hit)
                 reserve = 0
             if need + reserve > self.pool.free:
-                self._let_go(hit)
+                self._let_go(hit.pinned)
                 break
             pages = self.pool.take(need) or []
             self.waiting.remove(seq)
@@ -168,7 +168,7 @@ class Scheduler:
                 self._coming.setdefault(key, seq)
             left -= self._chunk(seq, left, plan.chunks, first=True)
         for page, _ in plan.copies:
-            self._let_go(Hit(0, [], page))
+            self._let_go([page])
 
     def _fill(self, hit: Hit, fresh: list[int], plan: StepPlan) -> list[int]:
         """The pages of a sequence with this hit: the known ones, and ``fresh`` ones, which the plan fills if it can."""
@@ -188,15 +188,15 @@ class Scheduler:
             plan.copies.append((hit.copy, pages[len(hit.pages)]))
         return pages
 
-    def _let_go(self, hit: Hit) -> None:
+    def _let_go(self, pages: list[int]) -> None:
         if self.cache is not None:
-            self.cache.let_go(hit)
+            self.cache.let_go(pages)
 
     def _without_copy(self, hit: Hit) -> Hit:
         """The whole pages of a hit: the page to copy would be in the way of one that needs all there are."""
         if hit.copy is None:
             return hit
-        self._let_go(Hit(0, [], hit.copy))
+        self._let_go([hit.copy])
         return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
 
     def _match(self, seq: Sequence) -> Hit | None:
@@ -207,10 +207,10 @@ class Scheduler:
         whole = seq.params.prompt_logprobs is not None  # all of it has to be computed
         hit = self.cache.match(seq.chain, text, 0 if whole else len(text) - 1)
         if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
-            self._let_go(hit)
+            self._let_go(hit.pinned)
             return None
         if hit.beyond and self._reading(seq, hit.beyond):
-            self._let_go(hit)
+            self._let_go(hit.pinned)
             return None
         return hit
 

@@ -20,7 +20,7 @@ from memory_disk import MemoryDisk
 
 from jaxserve.host_tier import Block, HostTier
 from jaxserve.pages import PagePool
-from jaxserve.prefix_cache import Chain, Hit, PrefixCache
+from jaxserve.prefix_cache import Chain, PrefixCache
 
 SIZE = 4
 PAGES = 12
@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
         hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
         if hit.beyond:
             self.events["waited for the disk"] += 1
-            self.cache.let_go(hit)
+            self.cache.let_go(hit.pinned)
             self.disk.fetch(hit.beyond)
             for arrival in self.disk.arrived():
                 for keys, data in arrival.blocks:
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.spill()
         if fresh is None:
             self.events["no room"] += 1
-            self.cache.let_go(hit)
+            self.cache.let_go(hit.pinned)
             return multiple()
         given = iter(fresh)
         pages = [page or next(given) for page in hit.pages]
@@ -150,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
             for offset in range(SIZE):  # whatever stands there, the rest too
                 if (hit.copy, offset) in self.device:
                     self.device[fresh[0], offset] = self.device[hit.copy, offset]
-            self.cache.let_go(Hit(0, [], hit.copy))
+            self.cache.let_go([hit.copy])
         self.check_reads(holder)
         self.alive.append(holder)
         return holder
@@ -249,7 +249,7 @@ def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> li
     fresh = cache.pool.take(cache.pool.pages_for(len(tokens)) - len(hit.pages))
     assert fresh is not None
     if hit.copy is not None:
-        cache.let_go(Hit(0, [], hit.copy))
+        cache.let_go([hit.copy])
     pages = hit.pages + fresh
     cache.enter(chain, tokens, pages, len(tokens))
     cache.leave(chain, tokens, pages, len(tokens))
@@ -258,7 +258,7 @@ def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> li
 
 def known(cache: PrefixCache, tokens: list[int], salt: str = "") -> int:
     hit = cache.match(cache.chain(tokens, salt), tokens, len(tokens))
-    cache.let_go(hit)
+    cache.let_go(hit.pinned)
     return hit.tokens
 
 
