@@ -1,6 +1,5 @@
 """From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.declare import declare, resolve_dtype
 from jaxserve.disk_store import DiskError, DiskStore
 from jaxserve.disk_tier import DiskTier
 from jaxserve.engine import Engine
@@ -23,7 +23,6 @@ from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
 from jaxserve.identity import identity
 from jaxserve.metrics import EngineMetrics
-from jaxserve.models import dense
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
@@ -31,7 +30,7 @@ from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.sharding import HeadLayout, head_layout, make_mesh
+from jaxserve.sharding import head_layout, make_mesh
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 
 
@@ -132,47 +131,6 @@ def _tokenizer(source: checkpoints.Checkpoint, report: Report) -> Tokenizer | No
         except TokenizerError as error:
             report.add("model", tokenizer=str(error))
             return None
-
-
-def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
-    """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
-    if isinstance(source, checkpoints.OrbaxCheckpoint) and config.dtype not in ("auto", model.dtype):
-        raise ConfigError(
-            f"dtype {config.dtype}: this folder was converted as {model.dtype}; leave dtype out, "
-            f"or convert the original again with dtype {config.dtype}"
-        )
-    if config.dtype != "auto":
-        return config.dtype
-    if source.format == "gguf":
-        encodings = {info.encoding for info in source.tensors.values() if len(info.shape) > 1}
-        return "float32" if encodings == {"F32"} else "bfloat16"
-    return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
-
-
-def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
-    """The model's parameters, checked against the checkpoint's tensors."""
-    if isinstance(source, checkpoints.OrbaxCheckpoint):
-        saved = (source.meta.get("layout") or {}).get("tensor_parallel")
-        if not isinstance(saved, int) or saved < 1:
-            raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
-        _check_layout(model, saved, tensor_parallel)
-        tied = "head" not in source.tensors
-        return dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
-    specs = dense.param_specs(model, tensor_parallel, source.tensors)
-    params.check(specs, source, dense.IGNORED_TENSORS)
-    return specs
-
-
-def _check_layout(model: ModelConfig, saved: int, wanted: int) -> None:
-    def layout(devices: int) -> tuple[HeadLayout, int, int]:
-        heads = head_layout(model.num_heads, model.num_kv_heads, devices)
-        return heads, -model.vocab_size % devices, -model.intermediate_size % devices
-
-    if layout(saved) != layout(wanted):
-        raise ConfigError(
-            f"tensor_parallel {wanted}: this folder was converted for tensor_parallel {saved}, which lays heads out "
-            "differently; convert the original again"
-        )
 
 
 def size(
