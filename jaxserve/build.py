@@ -1,5 +1,6 @@
 """From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import head_layout, make_mesh
+from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 
 
@@ -59,6 +61,8 @@ class Built:
     metrics: EngineMetrics
     report: Report
     programs: ProgramSet
+    link: Link | None
+    """To the sidecar that the weights come from; to be closed after everything else."""
 
 
 def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> Built:
@@ -66,7 +70,13 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
 
     Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
-    report = Report(on_phase)
+    with contextlib.ExitStack() as undo:  # where the start fails
+        built = _build(config, Report(on_phase), undo)
+        undo.pop_all()
+    return built
+
+
+def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> Built:
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
@@ -76,9 +86,16 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
         specs = declare(model, config.tensor_parallel, source)
+        link = None
+        if config.uses_sidecar:
+            with report.phase("find the sidecar"):
+                gpu = mesh.devices.flat[0].platform != "cpu"
+                wanted = Wanted.of(source, model, specs, dtype, config.tensor_parallel, gpu=gpu)
+                link = Link(config, wanted, mesh, report)
+            undo.callback(link.close)
         store = ExecutableStore(config.cache_path, mesh.devices.flat)
-        programs, limits = size(config, model, specs, dtype, mesh, store, report)
-        runner = _runner(config, programs, store, source, report)
+        programs, limits = size(config, model, specs, dtype, mesh, store, report, held=link.held if link else 0)
+        runner = _runner(config, programs, store, source, report, link)
         words = tokenizer.result()
         if config.kv_checksums and not limits.host_bytes:
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
@@ -113,7 +130,9 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
     )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
     _describe(report, config, source, model, dtype, mesh, programs, limits, disk, store)
-    return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
+    if link is not None:
+        link.watch(metrics.sidecar_gone)
+    return Built(engine, runner, model, limits, words, eos, metrics, report, programs, link)
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
@@ -141,8 +160,12 @@ def size(
     mesh: Mesh,
     store: ExecutableStore,
     report: Report,
+    held: int = 0,
 ) -> tuple[ProgramSet, Limits]:
-    """Fill in the limits from the model, the device's kind and its measured memory."""
+    """Fill in the limits from the model, the device's kind and its measured memory.
+
+    ``held`` are bytes of each device that a sidecar gives to other models than this one.
+    """
     device = mesh.devices.flat[0]
     gpu = device.platform != "cpu"
     max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
@@ -179,7 +202,7 @@ def size(
         with report.phase("measure a step"):
             temporaries = step_bytes(programs(2, longest), store)
     available = memory.measure(device)
-    budget = memory.kv_budget(config, available, gpu=gpu, weights=weights, temporaries=temporaries)
+    budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
     num_pages = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
     fits = (num_pages - 1) * config.page_size
     if fits < longest:
@@ -218,11 +241,16 @@ def step_bytes(programs: ProgramSet, store: ExecutableStore) -> int:
 
 
 def _runner(
-    config: EngineConfig, programs: ProgramSet, store: ExecutableStore, source: checkpoints.Checkpoint, report: Report
+    config: EngineConfig,
+    programs: ProgramSet,
+    store: ExecutableStore,
+    source: checkpoints.Checkpoint,
+    report: Report,
+    link: Link | None,
 ) -> Runner:
     """Compile (or load) the programs while the weights load and the KV cache is made."""
     with Progress(config.load_progress) as bars, ThreadPoolExecutor(2, "load") as side:
-        weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"))
+        weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"), link)
         state = side.submit(_state, programs, store, report)
         with report.phase("programs (beside)"):
             compiled = store.build_all(programs.programs(), progress=bars.bar("programs"))
@@ -251,9 +279,15 @@ def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> Devi
 
 
 def _load(
-    programs: ProgramSet, source: checkpoints.Checkpoint, report: Report, progress: Callable[[int, int], None]
+    programs: ProgramSet,
+    source: checkpoints.Checkpoint,
+    report: Report,
+    progress: Callable[[int, int], None],
+    link: Link | None,
 ) -> params.Params:
     with report.phase("weights (beside)"):
+        if link is not None and (held := link.weights(progress)) is not None:
+            return held
         if source.format == "orbax":
             return checkpoints.load_tree(source.path, programs.params)
         return params.load(programs.specs, source, programs.dtype, programs.mesh, progress)

@@ -192,6 +192,8 @@ class LLM:
         self._closed = True
         if self._engine.error is None:
             self._built.runner.wait()
+        if self._built.link is not None:
+            self._built.link.close()
         if self._listener is not None:
             jax.monitoring.unregister_event_duration_listener(self._listener)
             self._listener = None

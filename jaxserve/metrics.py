@@ -190,6 +190,9 @@ class EngineMetrics(Collector):
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
+        self._sidecar_lost = counter(
+            "sidecar_lost", "Times the sidecar that holds the weights has died under this engine."
+        )
         self._errors = counter("metrics_errors", "Calls into the metrics that failed.")
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_SECONDS)
@@ -364,3 +367,8 @@ class EngineMetrics(Collector):
     def compiled_after_ready(self, n: int = 1) -> None:
         """``n`` executables were traced or compiled after the engine said it was ready."""
         self._compilations.add(n)
+
+    @_guarded
+    def sidecar_gone(self) -> None:
+        """The sidecar that the engine was attached to has died."""
+        self._sidecar_lost.add(1)

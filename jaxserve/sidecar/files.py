@@ -76,6 +76,13 @@ def relative(path: Path, root: Path) -> str:
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
+def unchanged(theirs: Sequence[SourceFile], paths: Iterable[Path], root: Path) -> bool:
+    """Whether the files are sure to be the same, without reading one."""
+    known = {file.name: file for file in theirs}
+    mine = {relative(path, root): path for path in paths}
+    return known.keys() == mine.keys() and all(known[n].settled and look(p) == known[n].stat for n, p in mine.items())
+
+
 def differences(theirs: Sequence[SourceFile], paths: Iterable[Path], root: Path) -> list[str]:
     """What of the files here is not what the sidecar has read, in words; empty where they are the same, byte for byte.
 

@@ -16,7 +16,7 @@ import os, sys
 if os.fork():
     os._exit(0)
 os.chdir("/")
-sys.path.append({root!r})
+sys.path.insert(0, {root!r})
 from jaxserve.sidecar.owner import main
 sys.exit(main(sys.argv[1:]))
 """
