@@ -365,8 +365,8 @@ def _count(message: wire.Message, name: str, low: int, high: int) -> int:
     return value
 
 
-def run(place: Place, uuids: Sequence[str]) -> int:
-    """Own a device group in this process until it is stopped; 1 where another process owns it."""
+def run(place: Place, uuids: Sequence[str], wishes: Sequence[Wish] = ()) -> int:
+    """Own a device group in this process until it is stopped, and load ``wishes``; 1 where another process owns it."""
     lock = place.lock()
     if lock is None:
         log.error("a sidecar runs already at %s", place.socket_path)
@@ -383,6 +383,8 @@ def run(place: Place, uuids: Sequence[str]) -> int:
         return memory.host().free
 
     owner = Owner(place, Holdings(backend, free))
+    for wish in wishes:
+        owner.holdings.load(wish, default_name(wish.path))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, owner.stop)
     try:
