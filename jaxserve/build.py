@@ -17,8 +17,7 @@ from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.declare import declare, resolve_dtype
-from jaxserve.disk_store import DiskError, DiskStore
-from jaxserve.disk_tier import DiskTier
+from jaxserve.disk_store import DiskError, open_store
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
@@ -33,6 +32,7 @@ from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import head_layout, make_mesh
 from jaxserve.sidecar.attach import Link, Wanted
+from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 
 
@@ -99,7 +99,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         words = tokenizer.result()
         if config.kv_checksums and not limits.host_bytes:
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
-        disk = _disk(config, programs, runner, store, report)
+        stores = _stores(config, programs, runner, store, report)
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
         limits.buckets,
@@ -117,7 +117,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
-        cache=PrefixCache(pool, "" if disk is None else disk.store.identity, tier, disk)
+        cache=PrefixCache(pool, "" if stores is None else stores.identity, tier, stores)
         if config.prefix_caching
         else None,
     )
@@ -129,7 +129,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         enable_prefix_caching=config.prefix_caching,
     )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
-    _describe(report, config, source, model, dtype, mesh, programs, limits, disk, store)
+    _describe(report, config, source, model, dtype, mesh, programs, limits, stores, store)
     if link is not None:
         link.watch(metrics.sidecar_gone)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs, link)
@@ -258,19 +258,19 @@ def _runner(
             return Runner(programs, compiled, weights.result(), state.result())
 
 
-def _disk(
+def _stores(
     config: EngineConfig, programs: ProgramSet, runner: Runner, store: ExecutableStore, report: Report
-) -> DiskTier | None:
-    """Open the disk tier. Raises ``ConfigError`` where the folder cannot be used."""
+) -> StoreTier | None:
+    """Open what keeps KV pages over restarts. Raises ``ConfigError`` where the folder cannot be used."""
     if config.disk_kv_path is None:
         return None
-    with report.phase("KV pages on disk"):
+    with report.phase("KV pages of before"):
         name = identity(programs, runner.weights, store)
         try:
-            found = DiskStore(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
+            found = open_store(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
         except DiskError as error:
             raise ConfigError(f"disk_kv_path: {error}") from None
-        return DiskTier(found, runner.place)
+        return StoreTier([found], runner.place)
 
 
 def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:
@@ -312,7 +312,7 @@ def _describe(
     mesh: Mesh,
     programs: ProgramSet,
     limits: Limits,
-    disk: DiskTier | None,
+    stores: StoreTier | None,
     store: ExecutableStore,
 ) -> None:
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
@@ -336,11 +336,12 @@ def _describe(
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
         host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
-        disk_tokens_that_fit=0 if disk is None else disk.store.capacity * config.page_size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
-    if disk is not None:
-        report.add("kv cache", disk_folder=str(disk.store.folder), disk_tokens_there=len(disk.store) * config.page_size)
+    for kept in () if stores is None else stores.stores:
+        tokens = {"tokens_that_fit": kept.capacity, "tokens_there": len(kept)}
+        report.add("kv cache", **{f"{kept.name}_{name}": n * config.page_size for name, n in tokens.items()})
+        report.add("kv cache", **{f"{kept.name}_place": kept.place})
     report.add(
         "limits",
         max_model_len=limits.max_model_len,
