@@ -93,7 +93,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
                 wanted = Wanted.of(source, model, specs, dtype, config.tensor_parallel, gpu=gpu)
                 link = Link(config, wanted, mesh, report)
             undo.callback(link.close)
-        store = ExecutableStore(config.cache_path, mesh.devices.flat)
+        store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
         programs, limits = size(config, model, specs, dtype, mesh, store, report, held=link.held if link else 0)
         runner = _runner(config, programs, store, source, report, link)
         words = tokenizer.result()
@@ -122,6 +122,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics.follow_executables(store.tally)
     metrics.cache_config(
         block_size=config.page_size,
         num_gpu_blocks=limits.num_pages - 1,
@@ -203,7 +204,8 @@ def size(
             temporaries = step_bytes(programs(2, longest), store)
     available = memory.measure(device)
     budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
-    num_pages = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+    most = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+    num_pages = _steady(most, -(-longest // config.page_size) + 1, lambda n: store.has(programs(n, longest).zeros()))
     fits = (num_pages - 1) * config.page_size
     if fits < longest:
         if config.max_model_len is not None or fits < 2:
@@ -214,6 +216,18 @@ def size(
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
     return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
+
+
+def _steady(most: int, least: int, stored: Callable[[int], bool]) -> int:
+    """A number of pages of at most ``most`` that is the same again at the next start, where memory measures otherwise.
+
+    It is part of every program. Of 32 steps an octave the highest is taken, or the one below if only its programs are
+    stored; not less than ``least`` where there are so many.
+    """
+    high = memory.step_below(most)
+    low = memory.step_below(high - 1)
+    chosen = low if low > 0 and not stored(high) and stored(low) else high
+    return max(chosen, min(least, most))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -253,7 +267,8 @@ def _runner(
         weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"), link)
         state = side.submit(_state, programs, store, report)
         with report.phase("programs (beside)"):
-            compiled = store.build_all(programs.programs(), progress=bars.bar("programs"))
+            bar = bars.bar("programs")
+            compiled = store.build_all(programs.programs(), progress=bar, first=programs.first_needed())
         with report.phase("wait for weights"):
             return Runner(programs, compiled, weights.result(), state.result())
 
@@ -348,5 +363,4 @@ def _describe(
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
     )
-    tally = store.tally
-    report.add("executables", loaded=tally.loaded, compiled=tally.compiled, discarded=tally.discarded)
+    report.follow("executables", store.tally.report)

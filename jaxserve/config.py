@@ -108,6 +108,7 @@ class EngineConfig:
     sidecar_dir: str | None = _option(None, "The sidecar's folder; jaxserve-UID in the temporary folder by default.")
     sidecar_timeout: float = _option(600.0, "Seconds to wait for weights that the sidecar is still loading.")
     cache_dir: str | None = _option(None, "Where compiled programs are kept; ~/.cache/jaxserve by default.")
+    cache_gib: float = _option(4.0, "GiB that they may take; those used longest ago go first, never one in use.")
     metrics_prefix: str = _option("jaxserve", "What metric names begin with; vllm suits that project's dashboards.")
     load_progress: bool = _option(True, "Show progress while weights load and programs compile.")
     forbid_compile: bool = _option(False, "After ready, make any compilation an error (tests); otherwise it is logged.")
@@ -150,6 +151,9 @@ class EngineConfig:
             raise ConfigError("disk_kv_path needs host_kv_gib: pages go to the disk and come back through host memory")
         if self.disk_kv_gib is not None and self.disk_kv_path is None:
             raise ConfigError("disk_kv_gib needs disk_kv_path")
+        room = self.cache_gib
+        if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
+            raise ConfigError(f"cache_gib must be a number of at least 0, got {room!r}")
         for name, known in (
             ("load_format", ("auto", "sidecar", "ipc_cache")),
             ("sidecar", ("off", "auto")),

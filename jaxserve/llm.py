@@ -186,6 +186,7 @@ class LLM:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
         atexit.unregister(self._at_exit)
+        self._built.runner.compiled.close()
         cache = self._engine.scheduler.cache
         if cache is not None and not self._closed:
             keep(cache, self._built.runner if self._engine.error is None else None)
