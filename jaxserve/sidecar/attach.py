@@ -87,6 +87,8 @@ class Link:
         self._auto = config.sidecar == "auto"
         self.sidecar: Sidecar | None = None
         self._params: Params | None = None
+        self.content: dict[str, str] | None = None
+        """SHA-256 of the files that the weights were made from, by name; None where they come from disk."""
         self.held = 0
         """Bytes of one device that the sidecar has given to other models."""
         try:
@@ -150,6 +152,7 @@ class Link:
             for fd in descriptors:
                 os.close(fd)
         self._params = jax.tree.unflatten(tree, arrays)
+        self.content = {file.name: file.sha256 for file in _files(offer)}
         attached = time.perf_counter()
         self._report.add(
             "weights",
