@@ -91,7 +91,11 @@ class Owner:
             while not self.stopping or self._last_words():
                 for key, events in self._selector.select(0.5):
                     if isinstance(key.data, Connection):
-                        self._serve_one(key.data, events)
+                        try:
+                            self._serve_one(key.data, events)
+                        except Exception:  # one client's trouble is no other's
+                            log.exception("a connection failed")
+                            self._close(key.data)
                     else:
                         key.data(key.fileobj)
                 self._expire()
@@ -138,8 +142,8 @@ class Owner:
         if uid != self.uid or len(self._connections) >= MAX_CONNECTIONS:
             why = "this sidecar answers its own user only" if uid != self.uid else "too many connections"
             code = "refused" if uid != self.uid else "busy"
-            wire.send_some(sock, memoryview(wire.encode(_error(SidecarError(why, code)))), [])
-            sock.close()
+            with sock, contextlib.suppress(OSError):  # it may have gone
+                wire.send_some(sock, memoryview(wire.encode(_error(SidecarError(why, code)))), [])
             return
         connection = Connection(sock, pid)
         self._connections.add(connection)
