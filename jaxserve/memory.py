@@ -3,10 +3,12 @@
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import TYPE_CHECKING
 
 from jaxserve.config import ConfigError, EngineConfig
+
+if TYPE_CHECKING:
+    import jax
 
 GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.5
@@ -28,7 +30,7 @@ class Memory:
     free: int
 
 
-def measure(device: jax.Device) -> Memory:
+def measure(device: "jax.Device") -> Memory:
     """What the device's allocator may use; for a CPU, the host's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:

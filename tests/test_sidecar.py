@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -445,6 +444,8 @@ def test_options_that_go_without_a_sidecar_are_refused():
 
 def test_an_owner_of_kv_pools_alone_needs_no_jax(tmp_path):
     with process(tmp_path / "p") as sidecar:
-        time.sleep(0)
+        index, records = sidecar.pool("kv", 4096, 4096)
+        os.close(index)
+        os.close(records)
         maps = Path(f"/proc/{sidecar.pid}/maps").read_text()
         assert "jaxlib" not in maps

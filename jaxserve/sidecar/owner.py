@@ -207,7 +207,8 @@ class Owner:
             data = wire.encode(_error(error))
         if not connection.replies:
             connection.moved = time.monotonic()
-        connection.replies.append((memoryview(data), list(descriptors)))
+        # Its own descriptors: what is evicted before they have gone might be another file by then.
+        connection.replies.append((memoryview(data), [os.dup(fd) for fd in descriptors]))
         connection.unread += len(data)
         self._write(connection)
 
@@ -218,6 +219,7 @@ class Owner:
                 sent = wire.send_some(connection.sock, data, descriptors)
                 if not sent:
                     break
+                _close_all(descriptors)
                 connection.moved = time.monotonic()
                 connection.unread -= sent
                 if sent == len(data):
@@ -269,6 +271,8 @@ class Owner:
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
+        for _, descriptors in connection.replies:
+            _close_all(descriptors)
         self.holdings.leave(connection.client)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -349,6 +353,11 @@ class Owner:
     def _stop(self, connection: Connection, message: wire.Message) -> Reply:
         self.stopping = True
         return {"ok": True, "pid": os.getpid()}, []
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _error(error: SidecarError) -> wire.Message:
