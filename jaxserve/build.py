@@ -81,7 +81,8 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
-        tokenizer = side.submit(_tokenizer, source, report)
+        # A thread busy in Python would make every one of the attach's hundreds of calls wait for the interpreter.
+        tokenizer = None if config.uses_sidecar else side.submit(_tokenizer, source, report)
         with report.phase("start jax"):
             mesh = mesh_of(config)
         model = models.model_config(source.config)
@@ -94,6 +95,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
                 wanted = Wanted.of(source, model, specs, dtype, config.tensor_parallel, gpu=gpu)
                 link = Link(config, wanted, mesh, report)
             undo.callback(link.close)
+        tokenizer = tokenizer or side.submit(_tokenizer, source, report)
         store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
         programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
         hashes = None

@@ -152,7 +152,8 @@ class Link:
             mine = tuple(by_name[tensor.name] for tensor in self._wanted.layout.tensors)
             layout = dataclasses.replace(layout, tensors=mine)
             leaves, tree = jax.tree.flatten(self._wanted.specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-            arrays = _adopt(descriptors, layout, self._mesh, [sharding(self._mesh, leaf.axes) for leaf in leaves])
+            kinds = {leaf.axes: sharding(self._mesh, leaf.axes) for leaf in leaves}
+            arrays = _adopt(descriptors, layout, self._mesh, [kinds[leaf.axes] for leaf in leaves])
         finally:
             for fd in descriptors:
                 os.close(fd)

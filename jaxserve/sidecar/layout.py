@@ -4,6 +4,8 @@ An arena is what one descriptor stands for. On a CPU there is one, and devices s
 sharded; GPUs have an arena each, and every piece that its device needs.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +51,7 @@ class Tensor:
         return tuple(n // devices if i == self.axis else n for i, n in enumerate(self.shape))
 
     def piece_bytes(self, devices: int) -> int:
-        return int(np.prod(self.piece_shape(devices), dtype=np.int64)) * np_dtype(self.dtype).itemsize
+        return math.prod(self.piece_shape(devices)) * np_dtype(self.dtype).itemsize
 
     def places(self) -> list[tuple[Piece, ...]]:
         """Where each distinct shard lies, in order: in several places where devices have a copy each."""
@@ -99,6 +101,7 @@ class Layout:
         return cls(devices, arenas, tensors)
 
 
+@functools.cache
 def np_dtype(name: str) -> np.dtype:
     """The dtype of a name, bfloat16 and the like as well."""
     return np.dtype(jax.numpy.dtype(name))

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -113,5 +114,4 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 
 def _view(found: mmap.mmap, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    count = int(np.prod(shape, dtype=np.int64))
-    return np.frombuffer(found, np.uint8, count * dtype.itemsize, offset).view(dtype).reshape(shape)
+    return np.frombuffer(found, dtype, math.prod(shape), offset).reshape(shape)
