@@ -4,7 +4,6 @@ All contenders of a table run in one process and take turns, so that a busy mach
 """
 
 import argparse
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,10 @@ import jaxserve
 from benchmarks import report
 from benchmarks.stats import median
 from benchmarks.tier_stress import stress
-from jaxserve.request import SamplingParams
+from benchmarks.tier_workloads import burst, converse, interactive, shared
 
 HELP = "KV pages in host memory: bandwidth, working sets beyond the device, shared prompts, stress"
-PARTS = ("transfers", "conversations", "burst", "shared", "stress")
+PARTS = ("transfers", "conversations", "burst", "interactive", "shared", "stress")
 TINY = str(Path(__file__).parent.parent / "tests" / "fixtures" / "models" / "llama3")
 
 
@@ -85,50 +84,6 @@ def transfers(llm: jaxserve.LLM, rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
-    return [[rng.randrange(1000, 40000) for _ in range(length)] for _ in range(count)]
-
-
-def converse(llm: jaxserve.LLM, seed: int, users: int, length: int, turns: int) -> float:
-    """Seconds for ``users`` who each come back ``turns`` times with all that was said."""
-    rng = random.Random(seed)
-    said = prompts(rng, users, length)
-    begun = time.perf_counter()
-    for _ in range(turns):
-        outputs = llm.generate(said, max_tokens=4, temperature=0.0, ignore_eos=True, progress=False)
-        said = [
-            [*text, *output.outputs[0].token_ids, *(rng.randrange(1000, 40000) for _ in range(4))]
-            for text, output in zip(said, outputs, strict=True)
-        ]
-    return time.perf_counter() - begun
-
-
-def burst(llm: jaxserve.LLM, seed: int, users: int, length: int) -> float:
-    """Seconds for ``users`` with short prompts and long answers, all at once: they outgrow the device as they go."""
-    asked = prompts(random.Random(seed), users, 16)
-    begun = time.perf_counter()
-    llm.generate(asked, max_tokens=length, temperature=0.0, ignore_eos=True, progress=False)
-    return time.perf_counter() - begun
-
-
-def first_token(llm: jaxserve.LLM, prompt: list[int]) -> float:
-    begun = time.perf_counter()
-    for _ in llm.stream(prompt, SamplingParams(max_tokens=1, temperature=0.0)):
-        return time.perf_counter() - begun
-    raise RuntimeError("no token came")
-
-
-def shared(llm: jaxserve.LLM, seed: int, length: int, users: int, misses: int) -> dict[str, list[float]]:
-    """Seconds to the first token where the first ``length`` tokens are new, and where others have sent them."""
-    rng = random.Random(seed)
-    found: dict[str, list[float]] = {"miss": [], "hit": []}
-    for _ in range(misses):
-        (system,) = prompts(rng, 1, length)
-        found["miss"].append(first_token(llm, system + prompts(rng, 1, 20)[0]))
-        found["hit"] += [first_token(llm, system + ask) for ask in prompts(rng, users // misses, 20)]
-    return found
-
-
 def engine(args: argparse.Namespace, tokens: int, host_gib: float, **options: Any) -> jaxserve.LLM:
     """An engine whose device holds ``tokens`` tokens."""
     model = args.model
@@ -145,21 +100,45 @@ def preemptions(llm: jaxserve.LLM) -> int:
 
 def working_set(args: argparse.Namespace, part: str) -> list[dict[str, Any]]:
     """Total seconds with the host tier and without, each round in both."""
-    tokens = args.users * args.length // 4
-    limits = {"max_num_seqs": args.users, "max_num_batched_tokens": 256}
     sizes = (args.users, args.length)
-    with engine(args, tokens, 1.0, **limits) as tier, engine(args, tokens, 0.0, **limits) as bare:
+    chats = {"jobs": args.jobs, "job": (1000, args.answer), "users": args.chats, "history": 400, "turns": args.turns}
+    tokens = args.users * args.length
+    if part == "interactive":
+        tokens = args.jobs * (1000 + args.answer) + args.chats * (400 + 36 * args.turns)
+    limits = {"max_num_seqs": args.users, "max_num_batched_tokens": 256}
+
+    def measure(llm: jaxserve.LLM, number: int) -> tuple[float, list[float]]:
+        if part == "interactive":
+            return interactive(llm, number, **chats, pause=args.pause)
+        run = converse(llm, number, *sizes, args.turns) if part == "conversations" else burst(llm, number, *sizes)
+        return run, []
+
+    with engine(args, tokens // 4, 1.0, **limits) as tier, engine(args, tokens // 4, 0.0, **limits) as bare:
         rounds = []
         for number in range(args.rounds):
             row: dict[str, Any] = {"part": part}
             for name, llm in (("tier", tier), ("recompute", bare)):
                 before = preemptions(llm)
-                run = (
-                    converse(llm, number, *sizes, args.turns) if part == "conversations" else burst(llm, number, *sizes)
-                )
+                run, firsts = measure(llm, number)
                 row |= {name: run, f"{name} preemptions": preemptions(llm) - before}
+                if firsts:
+                    row[f"{name} first token"] = median(firsts)
             rounds.append(row)
     return rounds
+
+
+def show_working_set(part: str, rounds: list[dict[str, Any]]) -> None:
+    names = ("tier", "recompute")
+    columns = ["round", "with the tier, s", "recompute, s", "ratio", "preemptions", "without"]
+    firsts = "tier first token" in rounds[0]
+    if firsts:
+        columns += ["first token, median", "without"]
+    rows = []
+    for number, row in enumerate(rounds):
+        cells = [number, row["tier"], row["recompute"], row["tier"] / row["recompute"]]
+        cells += [row[f"{name} preemptions"] for name in names]
+        rows.append(cells + ([row[f"{name} first token"] for name in names] if firsts else []))
+    report.show(f"A working set of four devices: {part} (asked: 0.6)", columns, rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +150,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--users", type=int, default=16, help="who share a device that holds a quarter of their texts")
     parser.add_argument("--length", type=int, default=512, help="tokens of each of those texts")
     parser.add_argument("--turns", type=int, default=4, help="times a conversation comes back")
+    parser.add_argument("--jobs", type=int, default=6, help="of 1,000 tokens that run while users chat")
+    parser.add_argument("--answer", type=int, default=200, help="tokens of a job's answer")
+    parser.add_argument("--chats", type=int, default=4, help="users who chat meanwhile, with histories of 400 tokens")
+    parser.add_argument("--pause", type=float, default=0.5, help="seconds until such a user comes back")
     parser.add_argument("--system", type=int, default=2000, help="tokens of the shared prompt")
     parser.add_argument("--system-users", type=int, default=64)
     parser.add_argument("--stress-model", default=TINY, help="a tiny model of at least 250 tokens")
@@ -195,31 +178,21 @@ def run(args: argparse.Namespace) -> None:
         ]
         columns = ["", "GB/s, median", "best", "of memcpy, median", "best"]
         report.show("Sixteen pages at a time (asked: half of memcpy)", columns, rows)
-    for part in ("conversations", "burst"):
-        if part not in args.parts:
-            continue
-        rounds = figures[part] = working_set(args, part)
-        rows = [
-            [
-                i,
-                r["tier"],
-                r["recompute"],
-                r["tier"] / r["recompute"],
-                r["tier preemptions"],
-                r["recompute preemptions"],
-            ]
-            for i, r in enumerate(rounds)
-        ]
-        columns = ["round", "with the tier, s", "recompute, s", "ratio", "preemptions", "without"]
-        report.show(f"A working set of four devices: {part} (asked: 0.6)", columns, rows)
+    for part in ("conversations", "burst", "interactive"):
+        if part in args.parts:
+            rounds = figures[part] = working_set(args, part)
+            show_working_set(part, rounds)
     if "shared" in args.parts:
-        with engine(args, 8192, 0.0, max_num_seqs=4, max_num_batched_tokens=512) as llm:
-            found = figures["shared"] = shared(llm, 0, args.system, args.system_users, args.rounds)
-        rows = [[name, len(times), median(times), max(times)] for name, times in found.items()]
-        rows.append(["ratio (asked: 0.15)", None, median(found["hit"]) / median(found["miss"]), None])
-        report.show(
-            f"Seconds to the first token behind {args.system} shared tokens", ["", "requests", "median", "most"], rows
-        )
+        tokens, users = 8192, args.system_users
+        with engine(args, tokens, 0.0, max_num_seqs=users, max_num_batched_tokens=512) as llm:
+            found = figures["shared"] = shared(llm, 0, args.system, users, args.rounds)
+        alone = median(found["new"])
+        rows = [
+            [name, len(times), median(times), median(times) / alone, max(times) / alone]
+            for name, times in found.items()
+        ]
+        columns = ["", "requests", "median", "of new", "most, of new"]
+        report.show(f"Seconds to the first token behind {args.system} shared tokens (asked: 0.15)", columns, rows)
     if "stress" in args.parts:
         figures["stress"] = found = stress(args.stress_model, args.stress_rounds, report.CONSOLE.print)
         report.show("Nothing wrong, nothing left", ["", ""], [[name, str(value)] for name, value in found.items()])
