@@ -73,6 +73,7 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
     """
     with contextlib.ExitStack() as undo:  # where the start fails
         built = _build(config, Report(on_phase), undo)
+        built.report.ready()
         undo.pop_all()
     return built
 

@@ -1,56 +1,11 @@
 """Chat messages to prompt text through the model's own jinja2 template, as transformers renders it, in a sandbox."""
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplateError(ValueError):
     """The template is absent, broken, or refuses these messages."""
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here its body is rendered as it stands."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes for HTML; models were trained on plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 class ChatTemplate:
@@ -61,9 +16,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str):
+        import jinja2
+
+        from jaxserve.template_environment import compile_template
+
         self.source = source
         try:
-            self._template = _environment().from_string(source)
+            self._template = compile_template(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
 
