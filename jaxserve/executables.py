@@ -5,9 +5,11 @@ discarded with one line saying why, and rebuilt. Several processes may share a f
 for.
 """
 
+import functools
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 from collections import Counter
@@ -82,24 +84,25 @@ class Programs(dict[str, Compiled]):
     """Programs by name. One that is still to be loaded is loaded, or waited for, when it is asked for."""
 
     def __init__(self) -> None:
-        self._later: dict[str, tuple[Future[Compiled], Callable[[], Compiled]]] = {}
+        self.later: dict[str, Callable[[], Compiled]] = {}
+        self._loading: dict[str, Future[Compiled]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
-    def load_later(self, jobs: dict[str, Callable[[], Compiled]]) -> None:
-        """Load these on a thread, in order."""
-        if jobs:
-            self._pool = ThreadPoolExecutor(1, "programs")
-            self._later = {name: (self._pool.submit(job), job) for name, job in jobs.items()}
+    def load_rest(self) -> None:
+        """Begin to load what is still to be loaded, in order, on a thread that gives way to all others."""
+        if self.later and self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "programs", initializer=_give_way)
+            self._loading = {name: self._pool.submit(job) for name, job in self.later.items() if name not in self}
 
     def __missing__(self, name: str) -> Compiled:
-        future, job = self._later[name]
-        found = job() if future.cancel() else future.result()
+        job, loading = self.later[name], self._loading.get(name)
+        found = job() if loading is None or loading.cancel() else loading.result()
         self[name] = found
         return found
 
     def finish(self) -> None:
         """Wait for all of them."""
-        for name in self._later:
+        for name in self.later:
             self[name]
 
     def close(self) -> None:
@@ -153,7 +156,7 @@ class ExecutableStore:
     ) -> Programs:
         """Load or compile every program, in threads; ``progress(done, total)`` is told of each.
 
-        With ``first``, stored programs of other names are loaded afterwards, on a thread; what has to be compiled is
+        With ``first``, stored programs of other names are left for ``Programs.load_rest``; what has to be compiled is
         compiled now.
         """
         jobs = [self._job(program) for program in programs]
@@ -174,7 +177,7 @@ class ExecutableStore:
                         progress(len(out), len(jobs) - len(later))
                 now, busy = busy, []
         self.tally.waiting = len(later)
-        out.load_later({job.program.name: lambda job=job: self._late(job) for job in later})  # type: ignore[misc]
+        out.later = {job.program.name: functools.partial(self._late, job) for job in later}
         self._trim([path for job in jobs for path in (job.path, *job.others)])
         return out
 
@@ -326,6 +329,12 @@ class ExecutableStore:
 
 def _cannot_run(*_: Any) -> Any:
     raise RuntimeError("this program was compiled for another machine's devices")
+
+
+def _give_way() -> None:
+    """Lower this thread's priority, where threads have their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _default_memory(device: Any) -> str | None:

@@ -67,6 +67,7 @@ class LLM:
         atexit.register(self._at_exit)
         self._closed = False
         self._engine.start()
+        self._built.runner.compiled.load_rest()
 
     @functools.cached_property
     def _grammars(self) -> "Grammars":
