@@ -41,9 +41,9 @@ def damage(model: Path) -> None:
     """Other weights of the same shapes, in the same file, with the same times as far as one can set them."""
     path = model / "model.safetensors"
     before = path.stat()
-    data = bytearray(path.read_bytes())
-    data[-4:] = np.float32(3.5).tobytes()
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(np.float32(3.5).tobytes())
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
@@ -147,7 +147,7 @@ def test_an_engine_takes_its_weights_from_the_sidecar(folder, speaking, programs
     with roomy(programs_dir, speaking) as plain:
         expected = plain.generate([72, 101, 108], **prompt)[0].outputs[0].token_ids
         pages = plain.report()["kv cache"]["pages"]
-    with roomy(programs_dir, speaking, sidecar="auto", sidecar_dir=str(folder)) as engine:
+    with roomy(programs_dir, speaking, sidecar="auto", sidecar_dir=str(folder), host_kv_gib=0) as engine:
         assert engine.generate([72, 101, 108], **prompt)[0].outputs[0].token_ids == expected
         report = engine.report()
         assert report["weights"]["source"].startswith("sidecar, process")
@@ -184,11 +184,8 @@ def test_a_converted_folder_is_held_as_well(folder, tmp_path):
 def test_every_field_that_differs_is_named_with_both_values(folder):
     with connect(folder) as sidecar:
         load(sidecar, FIXTURES / "qwen3")
-    with (
-        link(folder, FIXTURES / "qwen3", dtype="bfloat16", role="draft") as (made, _, _),
-        pytest.raises(SidecarError) as error,
-    ):
-        made.weights(lambda done, total: None)
+    with pytest.raises(SidecarError) as error, link(folder, FIXTURES / "qwen3", dtype="bfloat16", role="draft"):
+        pass
     assert error.value.code == "mismatch"
     assert 'dtype: "float32" in the sidecar, "bfloat16" here' in str(error.value)
     assert 'role: "target" in the sidecar, "draft" here' in str(error.value)
@@ -245,11 +242,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_held(folder, tmp_path, monk
 
 def test_what_fails_leads_to_the_disk_only_where_that_is_wanted_and_is_said(folder, tmp_path, caplog):
     model = FIXTURES / "smollm2"
-    with (
-        link(folder, model, max_num_seqs=3) as (made, _, _),
-        pytest.raises(SidecarError, match="holds no weights that fit"),
-    ):
-        made.weights(lambda done, total: None)
+    with pytest.raises(SidecarError, match="holds no weights that fit"), link(folder, model):
+        pass
     with pytest.raises(SidecarError, match="jaxserve sidecar start"), link(tmp_path / "nobody", model):
         pass
     report = Report()
@@ -259,7 +253,7 @@ def test_what_fails_leads_to_the_disk_only_where_that_is_wanted_and_is_said(fold
             link(place, model, sidecar_fallback="disk", report=report) as (made, _, _),
         ):
             assert made.weights(lambda done, total: None) is None
-        assert "READ FROM DISK" in caplog.text
+        assert caplog.text.count("READ FROM DISK") == 1
         assert report.sections["weights"]["source"] == "disk, not the sidecar"
         assert "sidecar" in report.sections["weights"]["why"]
         caplog.clear()
@@ -352,7 +346,7 @@ def test_a_killed_engine_is_noticed_and_the_next_one_attaches(folder):
 
 def test_an_engine_outlives_its_sidecar_and_says_so_once(tmp_path, speaking, programs_dir, caplog):
     folder, prompt = tmp_path / "p", {"max_tokens": 8, "temperature": 0.0, "progress": False}
-    with roomy(programs_dir, speaking, sidecar="auto", sidecar_dir=str(folder)) as llm:
+    with roomy(programs_dir, speaking, sidecar="auto", sidecar_dir=str(folder), host_kv_gib=0) as llm:
         assert llm.report()["weights"]["owner"] == "started by this engine"
         with connect(folder) as sidecar:
             pid = sidecar.pid
@@ -393,6 +387,33 @@ def test_owners_that_start_at_once_end_up_as_one(tmp_path):
             for sidecar, _ in made:
                 sidecar.close()
             kill(made[0][0].pid)
+
+
+def test_engines_that_start_at_once_share_one_owner_and_one_copy(tmp_path):
+    model, found = FIXTURES / "llama3", []
+
+    def start() -> None:
+        with link(tmp_path / "p", model, sidecar="auto") as (made, _, _):
+            found.append((made.weights(lambda done, total: None) is not None, made.sidecar.pid))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    with process(tmp_path / "p") as sidecar:
+        assert found == [(True, sidecar.pid)] * 3
+        assert [m["name"] for m in sidecar.status()["models"]] == ["llama3"]
+
+
+def test_a_sidecar_of_other_code_is_told_from_other_weights(folder, monkeypatch):
+    from jaxserve.sidecar import key
+
+    with connect(folder) as sidecar:
+        load(sidecar, FIXTURES / "llama3")
+    monkeypatch.setattr(key, "layout_version", lambda: "another")
+    with pytest.raises(SidecarError, match="runs other code"), link(folder, FIXTURES / "llama3"):
+        pass
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

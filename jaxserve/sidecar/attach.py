@@ -16,13 +16,12 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.params import Params, ParamSpec, Specs
 from jaxserve.report import Report
 from jaxserve.sharding import sharding
-from jaxserve.sidecar import files, key, shared
+from jaxserve.sidecar import files, key
 from jaxserve.sidecar.client import Sidecar
 from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.groups import CPU, group_of
 from jaxserve.sidecar.layout import Layout, compare, plan
 from jaxserve.sidecar.place import Place
-from jaxserve.sidecar.start import connect_or_start
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +91,7 @@ class Link:
         self._auto = config.sidecar == "auto"
         self.sidecar: Sidecar | None = None
         self._params: Params | None = None
+        self._refused = False
         self.content: dict[str, str] | None = None
         """SHA-256 of the files that the weights were made from, by name; None where they come from disk."""
         self.held = 0
@@ -101,6 +101,8 @@ class Link:
             with Place(config.sidecar_dir, group, create=self._auto) as place:
                 what = f"engine {config.served_name or config.model}"[:200]
                 if self._auto:
+                    from jaxserve.sidecar.start import connect_or_start
+
                     self.sidecar, started = connect_or_start(place, uuids, what)
                     report.add("weights", owner="started by this engine" if started else "was there")
                 else:
@@ -111,6 +113,10 @@ class Link:
             for offer in offers:
                 if self._params is None and wanted.is_surely(offer):  # before other threads want the interpreter's lock
                     self._attach(self.sidecar, offer, begun)
+            if not self._auto and not any(wanted.matches(o) for o in offers if o["state"] != "failed"):
+                # before anything is compiled for it; differences in files come to light later, beside that
+                ready = {o["id"]: wanted.differences(o) for o in offers if o["state"] == "ready"}
+                raise self._nothing(offers, ready)
         except SidecarError as error:
             self._refuse(error)
 
@@ -124,6 +130,7 @@ class Link:
                     error.code,
                 ) from None
             raise error
+        self._refused = True
         log.warning("WEIGHTS ARE READ FROM DISK, NOT TAKEN FROM THE SIDECAR: %s", error)
         self._report.add("weights", source="disk, not the sidecar", why=str(error))
 
@@ -132,7 +139,7 @@ class Link:
 
         Waits while the sidecar loads them, which ``progress(done, total)`` is told in bytes.
         """
-        if self.sidecar is None or self._params is not None:
+        if self.sidecar is None or self._refused or self._params is not None:
             return self._params
         try:
             begun = time.perf_counter()
@@ -240,6 +247,8 @@ class Link:
 
 def _adopt(descriptors: list[int], layout: Layout, mesh: Mesh, shardings: list[Any]) -> list[jax.Array]:
     if group_of(mesh)[0] == CPU:
+        from jaxserve.sidecar import shared
+
         return shared.attach(descriptors, layout, mesh, shardings)
     from jaxserve.sidecar import cuda
 
@@ -252,6 +261,10 @@ def _files(offer: dict[str, Any]) -> list[files.SourceFile]:
 
 def _mismatch(offer: dict[str, Any], differences: list[str]) -> str:
     more = f"; and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
+    if any(text.startswith("layout_version:") for text in differences):
+        more += (
+            "; the sidecar runs other code than this engine: end it with `jaxserve sidecar stop`, and start it again"
+        )
     return (
         f"the sidecar holds no weights that fit; those of {offer['name']} ({offer['path']}) differ: "
         f"{'; '.join(differences[:MOST_SHOWN])}{more}"
