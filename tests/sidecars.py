@@ -18,6 +18,7 @@ from jaxserve.sharding import make_mesh
 from jaxserve.sidecar import backends
 from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.sidecar.client import Sidecar
+from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.holdings import Holdings
 from jaxserve.sidecar.owner import Owner
 from jaxserve.sidecar.place import Place
@@ -34,6 +35,15 @@ def process(folder: Path) -> Iterator[Sidecar]:
                 yield sidecar
         finally:
             kill(sidecar.pid)
+
+
+def _answers(place: Place) -> bool:
+    """Whether somebody listens: the socket is there a moment before."""
+    try:
+        place.connect().close()
+    except SidecarError:
+        return False
+    return True
 
 
 def kill(pid: int) -> None:
@@ -59,7 +69,7 @@ def thread(folder: Path, **options: Any) -> Iterator[Owner]:
         server = threading.Thread(target=owner.serve)
         server.start()
         try:
-            until(place.socket_path.exists)
+            until(lambda: _answers(place))
             yield owner
         finally:
             owner.stop()
