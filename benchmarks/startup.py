@@ -1,7 +1,8 @@
-"""Process start to first token, cold and warm, in real processes, through Python and through the server.
+"""Process start to first token: cold, warm and with a sidecar, in real processes, beside peers and the floor.
 
-Cold: an empty folder for compiled programs. Warm: the folder that the cold start filled. The operating system's file
-cache is warm in both. Phases are those the process marks itself; the engine's report may split them further.
+Cold: an empty folder for compiled programs. Warm: the folder that the cold start filled. Sidecar: warm, and the weights
+are in the memory of another process. The operating system's file cache is warm in all. Phases are those the process
+marks itself; the engine's report may split them further. The floor is what importing jax takes alone.
 """
 
 import argparse
@@ -15,13 +16,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.stats import median
+from benchmarks.workers import Contender, Job, Worker, WorkerError
 
-HELP = "process start to first token, cold and warm, phase by phase"
+HELP = "process start to first token: cold, warm, with a sidecar, and of peers"
+CASES = ("cold", "warm", "sidecar")
 
 
 def library_start(model: str, engine: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -95,42 +99,110 @@ def server_start(model: str, engine: dict[str, Any], timeout: float) -> dict[str
     return {"phases": {"ready": ready - start, "first token": first - ready}, "total": first - start}
 
 
+def floor_start() -> dict[str, Any]:
+    """Seconds in which a process imports jax and finds its devices: no engine in jax starts in less."""
+    start = time.time()
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True, capture_output=True)
+    return {"phases": {}, "total": time.time() - start}
+
+
+def peer_start(contender: Contender, threads: int, timeout: float) -> dict[str, Any]:
+    """Seconds in which a peer is ready and yields one token."""
+    job = Job(1, 32, 1)
+    with Worker(contender, threads=threads, max_seqs=1, max_len=64, timeout=timeout) as worker:
+        token = worker.run(job.prompts(1000, 0), job.output_len).seconds
+        return {
+            "phases": {"ready": worker.start_seconds, "first token": token},
+            "total": worker.start_seconds + token,
+        }
+
+
+@contextlib.contextmanager
+def sidecar(model: str, engine: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+    """A sidecar that holds the model; yields the engine options that use it."""
+    layout = {name: value for name, value in engine.items() if name in ("dtype", "tensor_parallel")}
+    with tempfile.TemporaryDirectory(prefix="jaxserve-startup-sidecar-") as folder:
+        command = [sys.executable, "-m", "jaxserve", "sidecar"]
+        where = ["--sidecar-dir", folder]
+        start = [*command, "start", model, *where, *options(layout), "--timeout", str(timeout)]
+        try:
+            result = subprocess.run(start, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"the sidecar did not start:\n{result.stderr[-2000:]}")
+            yield engine | {"load_format": "sidecar", "sidecar_dir": folder}
+        finally:
+            subprocess.run([*command, "stop", *where], capture_output=True, check=False)
+
+
 DOORS = {"python": library_start, "server": server_start}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--door", nargs="+", choices=list(DOORS), default=list(DOORS))
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="engine options, by field")
-    parser.add_argument("--rounds", type=int, default=3, help="warm starts; of cold ones there is one a door")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each case; of cold ones there is one a door")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PYTHON,model=PATH[,...]", help="see compare"
+    )
+    parser.add_argument("--threads", type=int, default=report.usable_cpus(), help="CPUs for the peers")
     parser.add_argument("--timeout", type=float, default=1200)
     parser.add_argument("--json", metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> None:
+    try:
+        peers = [Contender.parse(text) for text in args.peer]
+    except ValueError as error:
+        raise SystemExit(f"--peer {error}") from None
     where = report.environment()
     report.warn_if_busy()
     starts: list[dict[str, Any]] = []
+
+    def note(door: str, case: str, result: dict[str, Any]) -> None:
+        starts.append({"door": door, "case": case} | result)
+        report.CONSOLE.print(f"{door} {case}: {result['total']:.2f} s", highlight=False)
+
+    for _ in range(args.rounds):
+        note("import jax", "floor", floor_start())
     for door in args.door:
+        start = DOORS[door]
         with tempfile.TemporaryDirectory(prefix="jaxserve-startup-") as cache:
             engine = args.engine | {"cache_dir": cache}
-            for number in range(args.rounds + 1):
-                result = DOORS[door](args.model, engine, args.timeout)
-                starts.append({"door": door, "caches": "warm" if number else "cold"} | result)
-                report.CONSOLE.print(f"{door} {starts[-1]['caches']}: {result['total']:.2f} s", highlight=False)
-    rows = []
-    for door in args.door:
-        for caches in ("cold", "warm"):
-            group = [s for s in starts if (s["door"], s["caches"]) == (door, caches)]
-            if not group:
-                continue
-            for phase in group[0]["phases"]:
-                rows.append([f"{door}, {caches}: {phase}", median(s["phases"][phase] for s in group)])
-                if phase == "ready" and "report" in group[0]:
-                    rows += [
-                        [f"    of which {name}", median(s["report"]["phases"].get(name, 0.0) for s in group)]
-                        for name in group[0]["report"]["phases"]
-                    ]
-            rows.append([f"{door}, {caches}: process start to first token", median(s["total"] for s in group)])
-    report.show("Start-up, seconds (medians)", ["phase", "s"], rows)
+            first = start(args.model, engine, args.timeout)
+            if "cold" in args.case:
+                note(door, "cold", first)
+            if "warm" in args.case:
+                for _ in range(args.rounds):
+                    note(door, "warm", start(args.model, engine, args.timeout))
+            if "sidecar" in args.case:
+                with sidecar(args.model, engine, args.timeout) as attached:
+                    start(args.model, attached, args.timeout)  # it has a few programs more
+                    for _ in range(args.rounds):
+                        note(door, "sidecar", start(args.model, attached, args.timeout))
+    for peer in peers:
+        for _ in range(args.rounds):
+            try:
+                note(peer.label, "peer", peer_start(peer, args.threads, args.timeout))
+            except WorkerError as error:
+                report.CONSOLE.print(f"{peer.label}: {error}", highlight=False)
+                break
+    _show(starts)
     report.save_json(args.json, {"benchmark": "startup", "environment": where, "starts": starts})
+
+
+def _show(starts: list[dict[str, Any]]) -> None:
+    rows: list[list[object]] = []
+    for door, case in dict.fromkeys((s["door"], s["case"]) for s in starts):
+        group = [s for s in starts if (s["door"], s["case"]) == (door, case)]
+        for phase in group[0]["phases"]:
+            rows.append([f"{door}, {case}: {phase}", median(s["phases"][phase] for s in group)])
+            if phase == "ready" and "report" in group[0]:
+                rows += [
+                    [f"    of which {name}", median(s["report"]["phases"].get(name, 0.0) for s in group)]
+                    for name in group[0]["report"]["phases"]
+                ]
+        what = "floor" if case == "floor" else "process start to first token"
+        rows.append([f"{door}, {case}: {what}", median(s["total"] for s in group)])
+    report.show("Start-up, seconds (medians)", ["phase", "s"], rows)
