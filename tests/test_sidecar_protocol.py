@@ -149,6 +149,25 @@ def test_fuzzing_a_sidecar_leaves_it_as_it_was(tmp_path):
         assert sidecar.verify(load(sidecar, FIXTURES / "llama3")) == []  # it may have been evicted
 
 
+def test_many_requests_of_one_client_let_others_in_between(folder, raw):
+    raw.settimeout(10)
+    raw.sendall(HELLO * 900)
+    with connect(folder) as sidecar:
+        assert sidecar.status()["ok"]
+    got = b""
+    while got.count(b'"protocol":1') < 900:
+        got += raw.recv(1 << 20)
+
+
+def test_models_that_failed_make_way(tmp_path):
+    with thread(tmp_path / "p"), connect(tmp_path / "p") as sidecar:
+        for i in range(holdings.MAX_MODELS + 3):
+            made = sidecar.load(f"/nowhere/{i}", "auto", 1)["id"]
+            until(lambda made=made: [o for o in sidecar.offers() if (o["id"], o["state"]) == (made, "failed")])
+        assert len(sidecar.offers()) == holdings.MAX_MODELS
+        assert "no such file" in sidecar.offers()[0]["error"]
+
+
 # -- who may ask ------------------------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,9 @@ class Holdings:
                 if not held.clients:
                     log.info("%s is out of date: evicted", held.name)
                     self._drop(held)
+            failed = [model for model in self.models.values() if model.state == "failed"]
+            if len(self.models) >= MAX_MODELS and failed:
+                self._drop(failed[0])
             if len(self.models) >= MAX_MODELS:
                 raise SidecarError(f"{MAX_MODELS} models are held already; evict one", "memory")
             self._count += 1

@@ -34,6 +34,8 @@ WRITE_SECONDS = 10.0
 """How long a client may leave a reply unread."""
 MAX_UNREAD = 1 << 20
 """Bytes of replies a client may leave unread before its requests wait."""
+AT_ONCE = 32
+"""Requests of one client that are answered before others have their turn."""
 MAX_TEXT = 4096
 MAX_SIZE = 1 << 50
 
@@ -67,6 +69,8 @@ class Owner:
         self.bad_frames = 0
         self.stopping = False
         self._connections: set[Connection] = set()
+        self._behind: set[Connection] = set()
+        """Those with requests that others went before."""
         self._selector = selectors.DefaultSelector()
         self._done: deque[tuple[Connection, Reply]] = deque()
         self._helper = ThreadPoolExecutor(1, "jaxserve-verify")
@@ -89,7 +93,7 @@ class Owner:
             self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
             log.info("the sidecar of group %s runs as process %d", self.place.group, os.getpid())
             while not self.stopping or self._last_words():
-                for key, events in self._selector.select(0.5):
+                for key, events in self._selector.select(0 if self._behind else 0.5):
                     if isinstance(key.data, Connection):
                         try:
                             self._serve_one(key.data, events)
@@ -98,6 +102,9 @@ class Owner:
                             self._close(key.data)
                     else:
                         key.data(key.fileobj)
+                for connection in list(self._behind):
+                    self._behind.discard(connection)
+                    self._work(connection)
                 self._expire()
             self.place.forget()
         for connection in list(self._connections):
@@ -175,16 +182,19 @@ class Owner:
 
     def _work(self, connection: Connection) -> None:
         """Answer what has come, as long as the replies are read."""
-        while (
-            connection in self._connections
-            and connection.requests
-            and not connection.waiting
-            and connection.unread < MAX_UNREAD
-        ):
+        for _ in range(AT_ONCE):
+            if not self._can_work(connection):
+                break
             reply = self._handle(connection, connection.requests.popleft())
             if reply is not None:
                 self._answer(connection, *reply)
+        if self._can_work(connection):
+            self._behind.add(connection)
         self._listen_to(connection)
+
+    def _can_work(self, connection: Connection) -> bool:
+        idle = not connection.waiting and connection.unread < MAX_UNREAD
+        return connection in self._connections and bool(connection.requests) and idle
 
     def _handle(self, connection: Connection, body: bytes) -> Reply | None:
         try:
