@@ -21,6 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from jaxserve.sidecar import wire  # noqa: E402
 from jaxserve.sidecar.place import Place  # noqa: E402
 
+# "stop" is left out, and what one flipped bit makes of it.
 OPERATIONS = ("hello", "status", "load", "attach", "pool", "evict", "verify")
 FIELDS = ("path", "dtype", "tensor_parallel", "role", "name", "id", "identity", "index_bytes", "records_bytes", "force")
 ODD: tuple[Any, ...] = (
@@ -39,7 +40,7 @@ def body(rng: random.Random) -> bytes:
         return rng.choice((b"[" * depth, b'{"op":' * min(depth, 10_000), b"[" * depth + b"]" * depth))[: 64 << 10]
     if kind == 2:
         return rng.choice((b"", b"{}", b"[]", b"NaN", b'{"op":NaN}', b'"hello"', b"1" * 6000, b'{"op":"hello","op":1}'))
-    message: dict[str, Any] = {"op": rng.choice((*OPERATIONS, *OPERATIONS, "", "Stop", 7, None, []))}
+    message: dict[str, Any] = {"op": rng.choice((*OPERATIONS, *OPERATIONS, "", "halt", 7, None, []))}
     if message["op"] == "hello" and rng.random() < 0.7:
         message["protocol"] = wire.PROTOCOL
     for name in rng.sample(FIELDS, rng.randrange(len(FIELDS))):
