@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from sidecars import connect, kill, link, load, process, thread, until
+from sidecars import connect, end, kill, link, load, owners, process, thread, until
 from tiny import FAMILIES, FIXTURES, roomy, write_model
 
 import jaxserve
@@ -380,13 +380,14 @@ def test_owners_that_start_at_once_end_up_as_one(tmp_path):
         try:
             assert len({sidecar.pid for sidecar, _ in made}) == 1
             spawn(place, [])  # and a late one leaves
-            until(lambda: "a sidecar runs already" in place.log_path.read_text())
+            until(lambda: owners(tmp_path / "p") == [made[0][0].pid])
+            assert "a sidecar runs already" in place.log_path.read_text()
             with connect(tmp_path / "p") as late:
                 assert late.pid == made[0][0].pid
         finally:
             for sidecar, _ in made:
                 sidecar.close()
-            kill(made[0][0].pid)
+            end(tmp_path / "p")
 
 
 def test_engines_that_start_at_once_share_one_owner_and_one_copy(tmp_path):
@@ -445,7 +446,7 @@ def test_the_command_line(tmp_path, capsys):
         assert "has ended" in run("stop")[1]
         assert run("stop")[0] == 1
     finally:
-        kill(pid)
+        end(tmp_path / "p")
 
 
 def test_options_that_go_without_a_sidecar_are_refused():
