@@ -352,6 +352,30 @@ def test_the_reason_is_found_in_the_store(tmp_path: Path) -> None:
     assert made.tally.kinds == {"jax": 1}
 
 
+def test_what_was_compiled_without_the_device_is_found_on_it(tmp_path: Path) -> None:
+    """A machine with the device has a driver, of which the one that compiled knew nothing; its own entries go first."""
+
+    def on(runtime: str) -> ExecutableStore:
+        made = store(tmp_path)
+        made.environment = {**made.environment, "runtime": runtime}
+        return made
+
+    on(program_key.ANY_RUNTIME).build(program())
+    made = on("driver 1.2")
+    made.build_all([program(), program("other", 5.0)], first=set())
+    assert made.has(program())
+    found = made.build(program())
+    assert np.asarray(found(np.ones(4, np.float32))).tolist() == [2.0] * 4
+    assert made.tally.untuned == 1
+    assert made.tally.report()["compiled_without_the_device"] == 1
+    made._make(made._job(program()), None)
+    with entries.making(made.path(program()), 0.0) as draft:
+        made._make(made._job(program()), draft)
+    again = on("driver 1.2")
+    again.build(program())
+    assert (again.tally.loaded, again.tally.untuned) == (1, 0)
+
+
 def test_only_flags_that_matter_are_in_the_key() -> None:
     read = program_key.xla_flags
     assert read("") == read("--xla_dump_to=/tmp/x  --xla_force_host_platform_device_count=8") == []

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import idle
 
 import jaxserve
+from jaxserve.executables import Tally
 from jaxserve.metrics import EngineMetrics
 from jaxserve.request import SamplingParams
 from tests.serving import Server, complete, serving
@@ -284,3 +285,17 @@ def test_gauges_come_back_after_every_way_to_end(llm, server):
     assert grown("request_params_n_count") == 6 + 1 + 1
     assert grown("metrics_errors_total") == 0
     assert server.send("/load")[1] == {"server_load": 0, "running": 0, "waiting": 0}
+
+
+def test_stored_programs_are_counted_as_they_are_when_asked_for():
+    """Some are loaded after ready."""
+    tally = Tally(loaded=3, compiled=2, discarded=["x: damaged"])
+    tally.kinds.update(["sources", "new"])
+    metrics = EngineMetrics()
+    metrics.follow_executables(tally)
+    tally.loaded += 4
+    found = samples(metrics)
+    outcomes = {labels[0][1]: value for (name, labels), value in found.items() if name == "jaxserve:executables_total"}
+    assert outcomes == {"loaded": 7, "compiled": 2, "discarded": 1, "evicted": 0}
+    reasons = {labels[0][1]: v for (name, labels), v in found.items() if name == "jaxserve:executables_missed_total"}
+    assert reasons == {"sources": 1, "new": 1}
