@@ -80,10 +80,10 @@ class EngineConfig:
         None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
     )
     host_kv_gib: float | None = _option(
-        None, "GiB of pinned host memory for KV pages that leave the device; 8 on a GPU, none on a CPU by default."
+        None, "GiB of host memory for KV pages, in the sidecar if there is one; 8 on a GPU, 0 (1 to be kept) on a CPU."
     )
     disk_kv_path: str | None = _option(
-        None, "A folder for KV pages that leave host memory; it survives restarts. None by default."
+        None, "A folder that keeps KV pages over restarts: each is copied soon after it is computed. None by default."
     )
     disk_kv_gib: float | None = _option(None, "GiB that the folder may take; 16 by default.")
     kv_checksums: bool = _option(
