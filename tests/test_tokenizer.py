@@ -222,6 +222,7 @@ class FakeCheckpoint(checkpoints.Checkpoint):
     path = Path("fake")
     format = "safetensors"
     tensors = {}  # noqa: RUF012
+    files = ()
 
     def __init__(self, config=None, generation_config=None, **assets):
         self.config, self.generation_config = config or {}, generation_config or {}
