@@ -16,6 +16,7 @@ from jax import lax
 from jaxserve.batch import CHOICE_FIELDS, PROMPT_BIT
 from jaxserve.params import Abstract
 from jaxserve.request import MAX_LOGIT_BIAS
+from jaxserve.threefry import threefry
 
 
 class Choice(NamedTuple):
@@ -173,22 +174,6 @@ def gumbel(choice: Choice, vocab: int) -> jax.Array:
     # 23 bits and a half are exact in float32; with 24 the last would round to 1, and its noise be infinite.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
-
-
-def threefry(key_low: jax.Array, key_high: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """First word of Threefry-2x32-20 (Salmon et al., SC 2011) of the counter (high, low); uint32, all broadcast.
-
-    Unrolled, so that it fuses into one pass: jax's own loops over whole arrays on a CPU, ten times slower here.
-    """
-    keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(0x1BD11BDA))
-    a, b = high + keys[0], low + keys[1]
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            a = a + b
-            b = a ^ ((b << turn) | (b >> (32 - turn)))
-        a = a + keys[(group + 1) % 3]
-        b = b + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return a
 
 
 class Logprobs[Array](NamedTuple):
