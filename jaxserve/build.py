@@ -33,6 +33,7 @@ from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import HeadLayout, head_layout, make_mesh
 from jaxserve.tokenizer import Tokenizer, TokenizerError
+from jaxserve.watermark.slots import MarkSlots, MarkSpec
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,16 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
         disk = _disk(config, programs, runner, store, report)
     eos = frozenset(_eos_ids(source, words))
+    marks = None
+    if config.watermark is not None and programs.mark is not None:
+        marks = MarkSlots(programs.mark, limits.max_num_seqs + 1, config.watermark.alpha)
     packer = Packer(
         limits.buckets,
         width=programs.width,
         max_num_seqs=limits.max_num_seqs,
         vocab_size=programs.vocab,
         stop_ids=tuple(eos),
+        marks=marks,
     )
     pool = PagePool(limits.num_pages, config.page_size)
     tier = None
@@ -105,7 +110,11 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         if config.prefix_caching
         else None,
     )
-    metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics = EngineMetrics(
+        model_name=config.served_name or config.model,
+        prefix=config.metrics_prefix,
+        watermark=config.watermark is not None,
+    )
     metrics.cache_config(
         block_size=config.page_size,
         num_gpu_blocks=limits.num_pages - 1,
@@ -212,6 +221,7 @@ def size(
             width=width,
             max_num_seqs=max_num_seqs,
             host_tier=host_bytes > 0,
+            mark=mark_spec(config, max_model_len),
             layers_per_program=per_program,
         )
 
@@ -233,6 +243,12 @@ def size(
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
     return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
+
+
+def mark_spec(config: EngineConfig, max_model_len: int) -> MarkSpec | None:
+    """How the programs mark; None where there is nothing to mark with, or it is switched off."""
+    mark = config.watermark
+    return None if mark is None or mark.mode == "off" else MarkSpec.of(mark, max_model_len)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -355,5 +371,7 @@ def _describe(
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
     )
+    if config.watermark is not None:
+        report.add("watermark", **config.watermark.describe())
     tally = store.tally
     report.add("executables", loaded=tally.loaded, compiled=tally.compiled, discarded=tally.discarded)

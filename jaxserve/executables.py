@@ -192,7 +192,10 @@ def _cpu_features() -> str:
         return platform.processor()
 
 
-_TRACED = ("batch", "buckets", "config", "decoder", "layers", "programs", "rope", "sampler", "sharding", "threefry")
+_TRACED = (
+    *("batch", "buckets", "config", "decoder", "layers", "programs", "rope", "sampler", "sharding", "threefry"),
+    *("watermark/marking", "watermark/prf", "watermark/slots"),
+)
 """Modules of ours that programs are traced from, beside the kernels."""
 
 

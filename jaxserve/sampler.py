@@ -119,15 +119,24 @@ def count(state: SlotState, choice: Choice, tokens: jax.Array) -> SlotState:
 
 
 def sample(logits: jax.Array, choice: Choice) -> jax.Array:
-    """One token a row of ``logits [S, V]``: temperature, top-k, top-p, min-p, then Gumbel-max; int32 ``[S]``.
+    """One token a row of ``logits [S, V]``: temperature, top-k, top-p, min-p, then Gumbel-max; int32 ``[S]``."""
+    drawn = gumbel_max(filtered(logits, choice), choice)
+    return jnp.where(choice.temperature > 0, drawn, greedy(logits))
+
+
+def filtered(logits: jax.Array, choice: Choice) -> jax.Array:
+    """``logits [S, V]`` less their largest, over the temperature, and -inf where a token is not kept."""
+    scaled = logits - logits.max(-1, keepdims=True)  # first, so that no temperature is too low
+    scaled /= jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
+    return jnp.where(kept(scaled, choice), scaled, -jnp.inf)
+
+
+def gumbel_max(left: jax.Array, choice: Choice) -> jax.Array:
+    """Draws from the softmax of the rows of ``left [S, V]``; int32 ``[S]``.
 
     Gumbel-max (Gumbel 1954): argmax(logit + noise) is a draw from softmax(logit).
     """
-    scaled = logits - logits.max(-1, keepdims=True)  # first, so that no temperature is too low
-    scaled /= jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
-    noise = gumbel(choice, logits.shape[1])
-    noisy = lax.optimization_barrier(jnp.where(kept(scaled, choice), scaled + noise, -jnp.inf))
-    return jnp.where(choice.temperature > 0, greedy(noisy), greedy(logits))
+    return greedy(lax.optimization_barrier(left + gumbel(choice, left.shape[1])))
 
 
 def kept(scaled: jax.Array, choice: Choice) -> jax.Array:
