@@ -10,8 +10,7 @@ import numpy as np
 from jaxserve.watermark.evidence import Ids, Scheme, as_ids, windows
 from jaxserve.watermark.localise import marked_intervals
 from jaxserve.watermark.prf import PHILOX
-from jaxserve.watermark.statistics import Statistic
-from jaxserve.watermark.statistics import statistic as make_statistic
+from jaxserve.watermark.statistics import Statistic, statistics
 from jaxserve.watermark.tails import Floats
 
 MIN_SCORED_TOKENS = 16
@@ -51,7 +50,9 @@ class Detection:
     key_name: str = ""
     stream: int = 0
     """Which completion of a request for several."""
+    statistic: str = "sum"
     num_candidates: int = 1
+    """Keys times streams times statistics."""
     token_scores: tuple[float | None, ...] | None = None
     """Where asked for: of every token, None where it was not scored."""
     spans: tuple[Span, ...] | None = None
@@ -122,7 +123,8 @@ def detect_many(
     """Try every scheme, and ``streams`` completions of each, on every document (token ids).
 
     Args:
-        statistic: ``sum``, as the peer; or ``likelihood``, which needs fewer tokens.
+        statistic: ``sum``, as the peer; ``likelihood``, which needs fewer tokens where the text was edited and more
+            elsewhere; or ``both``, which counts as two tries.
         dual_tail: of the sum under a dual key: ``exact``, or the peer's ``peer``, which is too small far out.
         dedup: score a token only where its context is new. Without it p-values mean nothing on texts that repeat.
         threshold: p-value below which a document is called marked; also the level of ``spans``.
@@ -134,9 +136,10 @@ def detect_many(
     _check(schemes, streams, threshold, min_scored_tokens)
     ids = [as_ids(one, f"documents[{place}]") for place, one in enumerate(documents)]
     candidates = [
-        _Candidate(scheme, stream, make_statistic(statistic, scheme.alpha, dual_tail))
+        _Candidate(scheme, stream, one)
         for scheme in schemes
         for stream in range(streams)
+        for one in statistics(statistic, scheme.alpha, dual_tail)
     ]
     counts, totals = _sums(ids, candidates, dedup)
     logs = np.stack([one.statistic.log_tail(counts[i], totals[i]) for i, one in enumerate(candidates)])
@@ -159,6 +162,7 @@ def detect_many(
                 enough,
                 chosen.scheme.name,
                 chosen.stream,
+                chosen.statistic.name,
                 len(candidates),
                 _by_token(document, chosen, dedup) if token_scores else None,
                 _spans(document, candidates, dedup, threshold) if spans else None,
@@ -185,9 +189,12 @@ def _sums(ids: Sequence[Ids], candidates: Sequence[_Candidate], dedup: bool) -> 
         for part in windows(ids, width, dedup=dedup):
             size = part.documents.stop - part.documents.start
             count = np.bincount(part.document, minlength=size)
+            evidence: tuple[Scheme | None, int, Any] = (None, 0, None)
             for number, one in enumerate(candidates):
                 if one.scheme.context_width == width:
-                    scores = one.statistic.scores(part.evidence(one.scheme, one.stream))
+                    if evidence[:2] != (one.scheme, one.stream):  # candidates that differ in their statistic share it
+                        evidence = (one.scheme, one.stream, part.evidence(one.scheme, one.stream))
+                    scores = one.statistic.scores(evidence[2])
                     counts[number, part.documents] = count
                     totals[number, part.documents] = np.bincount(part.document, scores, minlength=size)
     return counts, totals
@@ -208,9 +215,10 @@ def _by_token(document: Ids, one: _Candidate, dedup: bool) -> tuple[float | None
 
 def _spans(document: Ids, candidates: Sequence[_Candidate], dedup: bool, level: float) -> tuple[Span, ...]:
     found = []
-    for one in candidates:
+    tried = [one for one in candidates if one.statistic.name == candidates[0].statistic.name]
+    for one in tried:
         position, scores = _scored(document, one, dedup)
-        for part in marked_intervals(scores, one.statistic, level=level, tests=len(candidates)):
+        for part in marked_intervals(scores, one.statistic, level=level, tests=len(tried)):
             start, end = int(position[part.start]), int(position[part.end - 1]) + 1
             found.append(Span(start, end, part.p_value, one.scheme.name, one.stream))
     return tuple(sorted(found, key=lambda span: (span.start, span.end)))

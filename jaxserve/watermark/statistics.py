@@ -21,12 +21,15 @@ from jaxserve.watermark.tails import (
     log_weighted_tail_of_peer,
 )
 
-STATISTICS = ("sum", "likelihood")
+STATISTICS = ("sum", "likelihood", "both")
 DUAL_TAILS = ("exact", "peer")
 
 
 class Statistic(Protocol):
     """``evidence`` is ``[N, K]``, K = 2 for a dual key and 1 otherwise; n is whole numbers, x sums of n scores."""
+
+    @property
+    def name(self) -> str: ...
 
     def scores(self, evidence: Floats) -> Floats: ...
 
@@ -37,20 +40,25 @@ class Statistic(Protocol):
         ...
 
 
-def statistic(name: str, alpha: float | None, dual_tail: str = "exact") -> Statistic:
-    """The statistic of a name. Raises ValueError for a name that is not known."""
+def statistics(name: str, alpha: float | None, dual_tail: str = "exact") -> list[Statistic]:
+    """The statistics of a name, each of which is a try of its own. Raises ValueError for a name that is not known."""
     if name not in STATISTICS:
         raise ValueError(f"statistic must be one of {', '.join(STATISTICS)}, got {name!r:.80}")
     if dual_tail not in DUAL_TAILS:
         raise ValueError(f"dual_tail must be one of {', '.join(DUAL_TAILS)}, got {dual_tail!r:.80}")
-    if name == "likelihood":
-        return Likelihood(alpha)
-    return Sum() if alpha is None else WeightedSum(alpha, dual_tail)
+    found: list[Statistic] = []
+    if name != "likelihood":
+        found.append(Sum() if alpha is None else WeightedSum(alpha, dual_tail))
+    if name != "sum":
+        found.append(Likelihood(alpha))
+    return found
 
 
 @dataclass(frozen=True)
 class Sum:
     """The evidence itself (Aaronson 2022). n of it are Gamma(n, 1)."""
+
+    name = "sum"
 
     def scores(self, evidence: Floats) -> Floats:
         return evidence[:, 0]
@@ -65,6 +73,8 @@ class Sum:
 @dataclass(frozen=True)
 class WeightedSum:
     """The evidence under a dual key's two halves, each weighted by how often it chooses."""
+
+    name = "sum"
 
     alpha: float
     tail: str = "exact"
@@ -83,9 +93,9 @@ class WeightedSum:
 
 # -- the likelihood ratio ---------------------------------------------------------------------------------------------
 
-MARKED = 0.6
-"""Share of tokens taken to carry evidence; the others were certain, or were edited."""
-POWER = 0.55
+MARKED = 0.3
+"""Share of tokens taken to carry evidence; edits have spoilt the others. Text that nobody edited is the sum's."""
+POWER = 0.65
 """How fast the number of tokens with a probability above v falls: like v^-POWER."""
 LEAST, MOST, STEP = -6.0, 10.0, 1 / 32
 """The tilts that the null's table holds."""
@@ -105,10 +115,12 @@ class Likelihood:
     Averaged over a text's choices that is the number of tokens with a probability above about v = 1 - u, plus one: a
     power of v, as vocabularies go (see docs/watermark.md). So ``log(1 - m + m (1 - c) v^-c)``, with m and c as above;
     under a dual key the second part is weighted between its halves. Small evidence can count against the mark only so
-    much, so tokens that could not carry any drown the others less than in the sum.
+    much, so tokens whose mark an edit has spoilt drown the others less than in the sum.
 
     The null's tail is Barndorff-Nielsen's, from cumulants computed by quadrature; see the tests for its error.
     """
+
+    name = "likelihood"
 
     alpha: float | None = None
 
