@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxserve import __version__
+from jaxserve.commands import detect
+from jaxserve.commands.common import UsageError
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.options import Parser, add_options, as_flags, given
 from jaxserve.progress import Progress
@@ -34,10 +36,6 @@ MAX_TOKENS = 256
 """What ``generate`` takes for ``--max-tokens``: sixteen, as in the API, is little to read."""
 WINDOW = 1024
 """Sequences that ``generate`` keeps in the engine at once."""
-
-
-class UsageError(Exception):
-    """The command line asks for something that makes no sense; exit status 2."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_generate(commands)
     _add_convert(commands)
+    detect.add(commands.add_parser("detect", help="tell whether texts were marked"))
     return parser
 
 
