@@ -244,8 +244,8 @@ class LLM:
             text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         sequences = []
         cache = self._engine.scheduler.cache
-        marks = self._marks(params, limit > len(ids))
         base = params.seed if params.seed is not None else self._fresh_seed()
+        marks = self._marks(params, base, limit > len(ids))
         for index in range(params.n):
             own = params if index == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
             seq = EngineSequence(
@@ -269,7 +269,7 @@ class LLM:
         output = RequestOutput(request_id, text, ids, [CompletionOutput(i) for i in range(params.n)])
         return request_id, sequences, output
 
-    def _marks(self, params: SamplingParams, anything: bool) -> list[tuple[Mark | None, Watermark | None]]:
+    def _marks(self, params: SamplingParams, seed: int, anything: bool) -> list[tuple[Mark | None, Watermark | None]]:
         """What marks each completion, and what is said of that; ``anything``: whether there is a token to generate."""
         config = self.config.watermark
         if config is None:
@@ -284,7 +284,7 @@ class LLM:
             reason = decision.reason or "nothing to generate"
             status = "skipped" if decision.status == "watermarked" else decision.status
             return [(None, Watermark(status, reason))] * params.n
-        marks = [config.mark(index) for index in range(params.n)]
+        marks = [config.mark(config.stream(seed, index, params.n)) for index in range(params.n)]
         return [(mark, Watermark("watermarked", None, mark.key_id)) for mark in marks]
 
     def encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:

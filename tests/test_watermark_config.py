@@ -49,6 +49,7 @@ WRONG = {
     "width true": ({"key": 1, "context_width": True}, "context_width must be an integer from 1"),
     "history 0": ({"key": 1, "deduplicate_contexts_max_history": 0}, "deduplicate_contexts_max_history must be"),
     "unknown deduplication": ({"key": 1, "deduplicate_contexts": "yes"}, "deduplicate_contexts must be one of none"),
+    "no streams": ({"key": 1, "streams": 0}, "streams must be an integer from 1 to 64"),
     "unknown field": ({"key": 1, "allow_target_only": True}, "unknown field 'allow_target_only'; known: algorithm"),
 }
 
@@ -147,6 +148,18 @@ def test_what_the_peer_writes_means_what_it_means_there() -> None:
     assert WatermarkConfig.read({"key": 42, "prf": "philox"}).prf == PHILOX
     assert WatermarkConfig.read({"key": 1, "algorithm": "dual_key_gumbel"}).alpha == 0.1
     assert WatermarkConfig.read({"key": "0x2a"}).keys == config.keys
+
+
+def test_streams_of_one_request_differ_and_all_are_within_reach_of_a_detector() -> None:
+    for streams in (1, 4, 64):
+        config = WatermarkConfig.read({"key": 1, "streams": streams})
+        for seed in (0, 7, -3, 2**63):
+            for n in (1, 3, 8):
+                found = [config.stream(seed, index, n) for index in range(n)]
+                assert len(set(found)) == n
+                assert 0 <= min(found) <= max(found) < max(streams, n)
+                assert streams > 1 or found == list(range(n)), "alone, the first is marked by the key itself"
+        assert {config.stream(seed, 0, 1) for seed in range(64)} == set(range(streams))
 
 
 POLICY = {  # wish: None, True, False; then None with greedy choice

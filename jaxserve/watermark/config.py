@@ -33,6 +33,7 @@ PRF_NAMES = {"philox": prfs.PHILOX} | {name: name for name in prfs.KEY_BITS}
 DEFAULT_ALPHA = 0.1
 MAX_CONTEXT_WIDTH = 64
 MAX_KEYS = 64
+MAX_STREAMS = 64
 
 
 class WatermarkConfigError(ValueError):
@@ -83,6 +84,9 @@ class WatermarkConfig:
     deduplicate_contexts: Deduplication = "single_turn"
     deduplicate_contexts_max_history: int | None = 8192
     """Contexts that are remembered; None: all."""
+    streams: int = 1
+    """Keys derived from the key, among which a request's seed chooses: so many answers to one prompt can differ. A
+    detector has to try them all."""
     prf: str = prfs.PHILOX
     mode: Mode = "default-on"
     unmarkable: Unmarkable = "allow"
@@ -98,6 +102,7 @@ class WatermarkConfig:
             message = f"prf must be one of {', '.join(PRF_NAMES)}, got {self.prf!r:.80}"
             raise WatermarkConfigError(message) from None
         _integer("context_width", self.context_width, 1, MAX_CONTEXT_WIDTH)
+        _integer("streams", self.streams, 1, MAX_STREAMS)
         if self.context_width > 16:
             log.warning("watermark: context_width %d: one edit spoils as many scores and one", self.context_width)
         history = self.deduplicate_contexts_max_history
@@ -174,8 +179,12 @@ class WatermarkConfig:
             return Decision("skipped", "greedy")
         return Decision("watermarked")
 
+    def stream(self, seed: int, index: int, n: int) -> int:
+        """The stream of completion ``index`` of the ``n`` of a request."""
+        return (seed % self.streams + index) % max(self.streams, n)
+
     def mark(self, stream: int = 0, now: datetime | None = None) -> Mark:
-        """The mark of completion ``stream`` of a request."""
+        """The mark of one stream; 0 is marked by the key itself."""
         key = self.key_in_force(now)
         secret = prfs.stream_key(key.secret, stream)
         pair = prfs.dual_keys(secret) if self.dual else (secret, secret)
@@ -190,6 +199,7 @@ class WatermarkConfig:
             "algorithm": self.algorithm if self.alpha is None else f"{self.algorithm}, alpha {self.alpha:g}",
             "prf": self.prf,
             "context_width": self.context_width,
+            "streams": self.streams,
             "repeated_contexts": self.deduplicate_contexts + remembered,
             "key_in_force": self.key_in_force().id,
             "keys": [key.id for key in self.keys],
