@@ -96,12 +96,16 @@ def look_up(spec: MarkSpec, state: MarkState, marks: Marks, slot: jax.Array) -> 
     All that is read of the state is read here, once, and nothing is read of it by what follows: XLA would otherwise
     copy the table in order to write to it.
     """
-    tokens = lax.optimization_barrier(state.context[slot])
+    return look_up_after(spec, state, marks, slot, lax.optimization_barrier(state.context[slot]))
+
+
+def look_up_after(spec: MarkSpec, state: MarkState, marks: Marks, slot: jax.Array, tokens: jax.Array) -> Contexts:
+    """The same after other last ``tokens [S, W]`` than the slots' own."""
     missing = jnp.arange(spec.width, 0, -1, dtype=jnp.uint32) > marks.generated[:, None]
     tokens = jnp.where(missing, prfs.MISSING, tokens)
     words = under_keys(spec, marks, tokens.T)
     tag = prfs.context_tag(spec.prf, words[0])
-    entries = lax.optimization_barrier(state.table[slot, tag[0] % spec.buckets]).reshape(-1, WAYS, 2)
+    entries = bucket_of(spec, state, slot, tag)
     fresh = marks.marked
     if spec.history:
         used = (entries[..., 0] == tag[1][:, None]) & (entries[..., 1] >= marks.oldest[:, None])
@@ -109,6 +113,11 @@ def look_up(spec: MarkSpec, state: MarkState, marks: Marks, slot: jax.Array) -> 
     if spec.after_prompt:
         fresh &= marks.generated >= spec.width
     return Contexts(words, tag, fresh, tokens, entries)
+
+
+def bucket_of(spec: MarkSpec, state: MarkState, slot: jax.Array, tag: jax.Array) -> jax.Array:
+    """The entries ``[S, WAYS, 2]`` among which the contexts are, if they have been used."""
+    return lax.optimization_barrier(state.table[slot, tag[0] % spec.buckets]).reshape(-1, WAYS, 2)
 
 
 def remember(
