@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.request import RequestError
-from jaxserve.watermark import Detection, Scheme, detect_many
+from jaxserve.watermark import Detection, Scheme, default_streams, detect_many
 from serve.errors import ApiError, bad_request
 from serve.generation import read_body
 from serve.openapi import BODY_ERRORS, api
@@ -33,13 +33,14 @@ async def detect(request: web.Request) -> web.Response:
             if allowed == "verdicts" and getattr(body, name):
                 raise ApiError(403, f"{name}: this server tells verdicts only", param=name, code="verdicts_only")
         schemes = _schemes(body, state)
+        streams = default_streams(state.llm.config.watermark) if body.streams is None else body.streams
         if body.text is not None:
             characters = sum(map(len, body.text))
             if characters > MAX_CHARACTERS:
                 message = f"text holds {characters} characters; at most {MAX_CHARACTERS} are allowed"
                 raise bad_request(message, param="text", code="too_many_values")
             _ = state.tokenizer
-        text = await state.in_thread(lambda: _answer(body, schemes, state), pool=state.detection_pool)
+        text = await state.in_thread(lambda: _answer(body, schemes, streams, state), pool=state.detection_pool)
         return web.json_response(text=text)
 
 
@@ -69,14 +70,14 @@ def _schemes(body: DetectRequest, state: State) -> list[Scheme]:
         raise bad_request(str(error), param="keys") from None
 
 
-def _answer(body: DetectRequest, schemes: list[Scheme], state: State) -> str:
+def _answer(body: DetectRequest, schemes: list[Scheme], streams: int, state: State) -> str:
     """The answer as JSON. Runs beside the event loop."""
     if body.text is not None:
         documents = [state.tokenizer.encode(text, add_special_tokens=False) for text in body.text]
     else:
         documents = body.token_ids or []
         _check_ids(documents, state)
-    tokens, candidates = sum(map(len, documents)), len(schemes) * max(1, body.streams)
+    tokens, candidates = sum(map(len, documents)), len(schemes) * max(1, streams)
     if tokens * candidates > MAX_SCORES:
         message = (
             f"{body.field}: {tokens} tokens under {candidates} keys and streams are more than {MAX_SCORES} scores; "
@@ -87,7 +88,7 @@ def _answer(body: DetectRequest, schemes: list[Scheme], state: State) -> str:
         found = detect_many(
             documents,
             schemes,
-            streams=body.streams,
+            streams=streams,
             statistic=body.statistic,
             dedup=body.dedup,
             threshold=body.threshold,

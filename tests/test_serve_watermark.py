@@ -149,6 +149,12 @@ def test_named_keys_and_streams_are_tried_and_no_others(server):
     assert (one["is_watermarked"], one["num_candidates"]) == (True, 3)
 
 
+def test_the_streams_of_the_configuration_are_tried():
+    with serving(FakeLLM(watermark=config(streams=6))) as server:
+        [one] = detect(server, text=text_under("old", stream=5))[1]["data"]
+        assert (one["is_watermarked"], one["stream"], one["num_candidates"]) == (True, 5, 12)
+
+
 def test_token_scores_and_spans_come_where_asked_for(server):
     plain = "This sentence was written by a person with a pen, in the evening, for nobody. " * 2
     text = plain + text_under("new", 200) + plain + "ö 😀"

@@ -9,13 +9,11 @@ from typing import Any
 
 from jaxserve.commands.common import MODEL_HELP, UsageError
 from jaxserve.config import EngineConfig
-from jaxserve.watermark import Detection, Scheme, detect_many
+from jaxserve.watermark import Detection, Scheme, default_streams, detect_many
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
-from jaxserve.watermark.detect import MIN_SCORED_TOKENS
+from jaxserve.watermark.detect import LEAST_STREAMS, MIN_SCORED_TOKENS
 from jaxserve.watermark.prf import KEY_BITS
 from jaxserve.watermark.statistics import STATISTICS
-
-STREAMS = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--streams",
         type=int,
-        default=STREAMS,
         metavar="N",
-        help=f"completions of a request with n; {STREAMS} by default",
+        help=f"keys that each key is spread over; the configuration's by default, and {LEAST_STREAMS} at least",
     )
     how.add_argument("--statistic", choices=STATISTICS, default="sum", help="likelihood is for text that was edited")
     how.add_argument("--threshold", type=float, default=0.01, metavar="P", help="p-value; 0.01 by default")
@@ -66,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    schemes = _schemes(parsed)
+    config, schemes = _schemes(parsed)
     documents = _documents(parsed)
     reader = _Reader(parsed.model)
     try:
@@ -74,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
         found = detect_many(
             ids,
             schemes,
-            streams=parsed.streams,
+            streams=default_streams(config) if parsed.streams is None else parsed.streams,
             statistic=parsed.statistic,
             dedup=not parsed.no_dedup,
             threshold=parsed.threshold,
@@ -101,7 +98,7 @@ def _as_option(message: str) -> str:
     return f"--{field.replace('_', '-')}{space}{rest}" if field in known else message
 
 
-def _schemes(parsed: argparse.Namespace) -> list[Scheme]:
+def _schemes(parsed: argparse.Namespace) -> tuple[WatermarkConfig, list[Scheme]]:
     """What to try. Raises UsageError."""
     own = {"context_width": parsed.context_width, "alpha": parsed.alpha, "prf": parsed.prf}
     own = {name: value for name, value in own.items() if value is not None}
@@ -119,7 +116,7 @@ def _schemes(parsed: argparse.Namespace) -> list[Scheme]:
         option = "--watermark-config" if parsed.key_file is None else "--key-file"
         raise UsageError(f"{option}: {error}") from None
     try:
-        return Scheme.of(config, parsed.key_id)
+        return config, Scheme.of(config, parsed.key_id)
     except ValueError as error:
         raise UsageError(f"--key-id: {error}") from None
 

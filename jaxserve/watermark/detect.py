@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.watermark.config import WatermarkConfig
 from jaxserve.watermark.evidence import Ids, Scheme, as_ids, windows
 from jaxserve.watermark.localise import marked_intervals
 from jaxserve.watermark.prf import PHILOX
@@ -16,7 +17,14 @@ from jaxserve.watermark.tails import Floats
 MIN_SCORED_TOKENS = 16
 """Evidence that a verdict needs, however small the p-value of less: the p-values of the many snippets that people
 paste are small now and then."""
+LEAST_STREAMS = 4
 MAX_STREAMS = 128
+
+
+def default_streams(config: WatermarkConfig) -> int:
+    """Streams to try on text of an engine with this configuration: those it uses, and the first few of requests with
+    n."""
+    return max(LEAST_STREAMS, config.streams)
 
 
 @dataclass(frozen=True)

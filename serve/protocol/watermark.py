@@ -11,7 +11,6 @@ from serve.protocol.completions import MAX_PROMPTS
 from serve.protocol.sampling import TOKEN_IDS, said
 
 MAX_DOCUMENTS = MAX_PROMPTS
-DEFAULT_STREAMS = 4
 
 _MANY: Any = {"type": "array", "minItems": 1, "maxItems": MAX_DOCUMENTS}
 
@@ -59,8 +58,9 @@ class DetectRequest(Body):
     ] = None
     keys: Annotated[list[str] | None, Field(min_length=1, max_length=64)] = None
     """Ids of keys to try; all where absent."""
-    streams: Annotated[int, said(minimum=1, maximum=128)] = DEFAULT_STREAMS
-    """Try the marks of so many completions of a request for several."""
+    streams: Annotated[int | None, said(minimum=1, maximum=128)] = None
+    """Try so many of the keys that each key's completions and seeds are spread over; those of the configuration where
+    absent, and four at least."""
     statistic: Literal["sum", "likelihood", "both"] = "sum"
     dedup: bool = True
     """Score a token only where its context is new in the document."""
