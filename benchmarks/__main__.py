@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers
+from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers, watermark
 
 COMMANDS = {
     "offline": offline,
@@ -15,6 +15,7 @@ COMMANDS = {
     "export": export,
     "soak": soak,
     "tiers": tiers,
+    "watermark": watermark,
 }
 
 

@@ -9,9 +9,10 @@ from jaxserve.buckets import Buckets, StepBucket, pad_to
 from jaxserve.host_tier import Restore, Spill
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sequence import Chunk, Sequence, StepPlan
+from jaxserve.watermark.slots import MarkRow, MarkSlots
 
-Mode = Literal["greedy", "random", "shaped"]
-"""The sampler's program: argmax; temperature and truncation; penalties and bans before that."""
+Mode = Literal["greedy", "random", "shaped", "marked", "marked shaped"]
+"""The sampler's program: argmax; temperature and truncation; penalties and bans before that; the watermark in both."""
 
 CHOICE_FIELDS = (
     ("slot", np.int32),
@@ -74,7 +75,10 @@ class StepBatch:
     mode: Mode
     sampled: int
     logprobs: bool
+    marks: np.ndarray | None
+    """uint32 ``[S, ROW]``: what marks the rows, in a mode that marks."""
     slot_rows: list[tuple[int, SlotRow]]
+    mark_rows: list[tuple[int, MarkRow]]
     mask_slots: np.ndarray
     """int32 ``[M]``: slots whose ``allowed`` is replaced, after ``slot_rows``; M is 0 or one of ``Buckets.masks``."""
     mask_words: np.ndarray
@@ -102,17 +106,25 @@ class Packer:
     """Keeps page tables and sampling rows of every slot, and gathers a step's rows from them.
 
     ``width`` is the pages of the longest sequence; slot ``max_num_seqs`` is the dump that padding rows write to.
-    ``stop_ids`` are the model's end-of-sequence tokens.
+    ``stop_ids`` are the model's end-of-sequence tokens. ``marks`` is there where the engine marks.
     """
 
     def __init__(
-        self, buckets: Buckets, *, width: int, max_num_seqs: int, vocab_size: int, stop_ids: tuple[int, ...] = ()
+        self,
+        buckets: Buckets,
+        *,
+        width: int,
+        max_num_seqs: int,
+        vocab_size: int,
+        stop_ids: tuple[int, ...] = (),
+        marks: MarkSlots | None = None,
     ):
         self.buckets = buckets
         self.width = width
         self.dump = max_num_seqs
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
+        self.marks = marks
         self.tables = np.zeros((max_num_seqs + 1, width), np.int32)
         self.choice = np.zeros((max_num_seqs + 1, len(CHOICE_FIELDS)), np.int32)
         self.choice[:, _COLUMN["slot"]] = np.arange(max_num_seqs + 1)
@@ -126,7 +138,7 @@ class Packer:
         decodes, chunks = plan.decodes, plan.chunks
         block = self.buckets.block
         bucket = self.buckets.step(len(decodes), sum(-(-c.count // block) for c in chunks))
-        slot_rows = self._refresh(plan)
+        slot_rows, mark_rows = self._refresh(plan)
         ints = np.zeros(ints_size(bucket, self.width), np.int32)
         tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
         slots[:] = self.dump
@@ -171,6 +183,10 @@ class Packer:
             mode = "shaped"
         elif live[:, _COLUMN["temperature"]].any():
             mode = "random"
+        marks = None
+        if self.marks is not None and any(seq.mark is not None for seq in plan.sampled):
+            mode = "marked shaped" if mode == "shaped" else "marked"
+            marks = self.marks.pack(rows, positions)
         wants = any(s.params.logprobs is not None for s in plan.sampled)
         return StepBatch(
             bucket,
@@ -180,7 +196,9 @@ class Packer:
             mode,
             sampled,
             wants,
+            marks,
             slot_rows,
+            mark_rows,
             *self._masks(plan.sampled),
             prompt_rows,
             plan.spills,
@@ -188,9 +206,9 @@ class Packer:
             pack_copies(plan.copies),
         )
 
-    def _refresh(self, plan: StepPlan) -> list[tuple[int, SlotRow]]:
+    def _refresh(self, plan: StepPlan) -> tuple[list[tuple[int, SlotRow]], list[tuple[int, MarkRow]]]:
         """Bring the buffers of the plan's slots up to date; returns the slot states to upload."""
-        rows = []
+        rows, marks = [], []
         for seq in plan.sequences:
             slot = seq.slot
             new = self.owner[slot] != (seq, seq.preemptions)
@@ -201,11 +219,13 @@ class Packer:
                 self.rows[slot] = row
                 if row is not None:
                     rows.append((slot, row))
+                if self.marks is not None and (mark := self.marks.admit(seq)) is not None:
+                    marks.append((slot, mark))
             done = self.written[slot]
             if done < len(seq.pages):
                 self.tables[slot, done : len(seq.pages)] = seq.pages[done:]
                 self.written[slot] = len(seq.pages)
-        return rows
+        return rows, marks
 
     def _masks(self, sampled: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """Slots and words of the masks that this step's tokens depend on: those of host-driven sequences."""

@@ -33,6 +33,7 @@ from jaxserve.sharding import head_layout, make_mesh
 from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
+from jaxserve.watermark.slots import MarkSlots, MarkSpec
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,16 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
         stores = _stores(config, programs, limits, store, source, hashes, link, runner, report)
     eos = frozenset(_eos_ids(source, words))
+    marks = None
+    if config.watermark is not None and programs.mark is not None:
+        marks = MarkSlots(programs.mark, limits.max_num_seqs + 1, config.watermark.alpha)
     packer = Packer(
         limits.buckets,
         width=programs.width,
         max_num_seqs=limits.max_num_seqs,
         vocab_size=programs.vocab,
         stop_ids=tuple(eos),
+        marks=marks,
     )
     pool = PagePool(limits.num_pages, config.page_size)
     tier = None
@@ -128,7 +133,11 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         if config.prefix_caching
         else None,
     )
-    metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics = EngineMetrics(
+        model_name=config.served_name or config.model,
+        prefix=config.metrics_prefix,
+        watermark=config.watermark is not None,
+    )
     metrics.follow_executables(store.tally)
     metrics.cache_config(
         block_size=config.page_size,
@@ -200,6 +209,7 @@ def size(
             width=width,
             max_num_seqs=max_num_seqs,
             host_tier=host_bytes > 0,
+            mark=mark_spec(config, max_model_len),
             layers_per_program=per_program,
         )
 
@@ -241,6 +251,12 @@ def _steady(most: int, least: int, stored: Callable[[int], bool]) -> int:
     low = memory.step_below(high - 1)
     chosen = low if low > 0 and not stored(high) and stored(low) else high
     return max(chosen, min(least, most))
+
+
+def mark_spec(config: EngineConfig, max_model_len: int) -> MarkSpec | None:
+    """How the programs mark; None where there is nothing to mark with, or it is switched off."""
+    mark = config.watermark
+    return None if mark is None or mark.mode == "off" else MarkSpec.of(mark, max_model_len)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -391,4 +407,6 @@ def _describe(
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
     )
+    if config.watermark is not None:
+        report.add("watermark", **config.watermark.describe())
     report.follow("executables", store.tally.report)

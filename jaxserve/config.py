@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.rope import RopeConfig
+from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,7 +58,7 @@ class ModelConfig:
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
+    return field(default=default, metadata={"help": help}, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,9 @@ class EngineConfig:
     metrics_prefix: str = _option("jaxserve", "What metric names begin with; vllm suits that project's dashboards.")
     load_progress: bool = _option(True, "Show progress while weights load and programs compile.")
     forbid_compile: bool = _option(False, "After ready, make any compilation an error (tests); otherwise it is logged.")
+    watermark_config: str | None = _option(
+        None, "JSON, or a file of JSON, that says how to mark generated text; see docs/watermark.md.", repr=False
+    )
     seed: int | None = _option(None, "Seed of the seeds that unseeded requests draw; fresh by default.")
 
     def __post_init__(self) -> None:
@@ -176,6 +180,11 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if not isinstance(self.metrics_prefix, str) or not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError(f"metrics_prefix must be letters, digits and underscores, got {self.metrics_prefix!r}")
+        if self.watermark_config is not None:
+            try:
+                object.__setattr__(self, "_watermark", WatermarkConfig.read(self.watermark_config))
+            except WatermarkConfigError as error:
+                raise ConfigError(f"watermark_config: {error}") from None
         if not self.model.strip():
             raise ConfigError("model must name a folder, a file or a built-in model, got an empty string")
 
@@ -191,6 +200,11 @@ class EngineConfig:
     @property
     def uses_sidecar(self) -> bool:
         return self.load_format != "auto" or self.sidecar == "auto"
+
+    @property
+    def watermark(self) -> WatermarkConfig | None:
+        """How to mark; None: not at all. As it was read when the engine's options were."""
+        return getattr(self, "_watermark", None)
 
     @property
     def cache_path(self) -> Path:

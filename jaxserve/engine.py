@@ -385,6 +385,8 @@ class Engine:
             first_token_seconds=first,
             preemptions=seq.preemptions,
         )
+        if seq.watermark is not None and seq.finish_reason in ("stop", "length"):
+            self.metrics.watermarked(seq.watermark.status)
         if entry.open == 0:
             self._entries.pop(entry.request_id, None)
             most = max(len(output.seq.output) for output in entry.outputs)

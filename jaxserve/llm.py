@@ -27,9 +27,11 @@ from jaxserve.request import (
     RequestOutput,
     SamplingParams,
     StructuredOutputs,
+    Watermark,
 )
 from jaxserve.sequence import Sequence as EngineSequence
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.watermark.config import Mark
 
 if TYPE_CHECKING:
     from jaxserve.grammar import Grammars
@@ -247,6 +249,7 @@ class LLM:
         sequences = []
         cache = self._engine.scheduler.cache
         base = params.seed if params.seed is not None else self._fresh_seed()
+        marks = self._marks(params, base, limit > len(ids))
         for index in range(params.n):
             own = params if index == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
             seq = EngineSequence(
@@ -259,6 +262,8 @@ class LLM:
                 bad_words=bad,
                 constraint=None if grammar is None else grammar.start(),
                 priority=priority,
+                mark=marks[index][0],
+                watermark=marks[index][1],
                 chain=cache.chain(ids, cache_salt) if self.config.prefix_caching else None,
             )
             if own.prompt_logprobs is not None:
@@ -267,6 +272,24 @@ class LLM:
             sequences.append(SequenceOutput(seq, self.tokenizer, self._built.eos_ids, echo))
         output = RequestOutput(request_id, text, ids, [CompletionOutput(i) for i in range(params.n)])
         return request_id, sequences, output
+
+    def _marks(self, params: SamplingParams, seed: int, anything: bool) -> list[tuple[Mark | None, Watermark | None]]:
+        """What marks each completion, and what is said of that; ``anything``: whether there is a token to generate."""
+        config = self.config.watermark
+        if config is None:
+            if params.watermarking:
+                raise RequestError("watermarking: the engine has no watermark_config", param="watermarking")
+            return [(None, None)] * params.n
+        try:
+            decision = config.decide(params.watermarking, params.greedy)
+        except ValueError as error:
+            raise RequestError(str(error), param="watermarking") from None
+        if decision.status != "watermarked" or not anything:
+            reason = decision.reason or "nothing to generate"
+            status = "skipped" if decision.status == "watermarked" else decision.status
+            return [(None, Watermark(status, reason))] * params.n
+        marks = [config.mark(config.stream(seed, index, params.n)) for index in range(params.n)]
+        return [(mark, Watermark("watermarked", None, mark.key_id)) for mark in marks]
 
     def encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text where it has one, and its token ids. Raises ``RequestError``."""

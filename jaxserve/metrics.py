@@ -151,10 +151,18 @@ class EngineMetrics(Collector):
     """All metrics of one engine, in a registry of their own.
 
     ``registry`` (a new one where None) is what ``/metrics`` prints. ``model_name`` labels every sample. ``prefix``
-    (and a colon) stands before every name. Every method may be called from any thread and never raises.
+    (and a colon) stands before every name; ``watermark`` says whether there are those of the watermark. Every method
+    may be called from any thread and never raises.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str = "", prefix: str = "jaxserve"):
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        model_name: str = "",
+        prefix: str = "jaxserve",
+        watermark: bool = False,
+    ):
         self.registry = CollectorRegistry() if registry is None else registry
         self._model_name, self._prefix, self._lock = model_name, prefix + ":", threading.Lock()
         counter, gauge, histogram = _Counter, _Gauge, _Histogram
@@ -219,6 +227,9 @@ class EngineMetrics(Collector):
         self._executables = counter("executables", "Programs by what became of them.", "outcome", outcomes)
         self._missed = counter("executables_missed", "Programs that were compiled, by why none was stored.", "reason")
         self._tally: Any = None
+        marks = ("watermarked", "skipped", "not_watermarked")
+        if watermark:
+            self._watermark = counter("watermark_requests", "Finished requests by what was marked.", "status", marks)
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
@@ -399,6 +410,11 @@ class EngineMetrics(Collector):
     def cache_config(self, **facts: object) -> None:
         """What the KV cache is like, for ``cache_config_info``."""
         self._cache_config.facts = {name: str(value) for name, value in facts.items()}
+
+    @_guarded
+    def watermarked(self, status: str) -> None:
+        """A sequence has ended by itself; what was done about its watermark."""
+        self._watermark.add(1, status)
 
     @_guarded
     def preempted(self, n: int = 1) -> None:

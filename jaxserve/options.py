@@ -93,7 +93,7 @@ def _show(value: Any) -> str:
 
 def _how(hint: Any) -> dict[str, Any]:
     """argparse's keywords for a type."""
-    if hint is bool:
+    if hint in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
     choices = [
         option

@@ -116,4 +116,5 @@ class SequenceOutput:
             stop,
             error=error,
             cached_tokens=cached,
+            watermark=self.seq.watermark,
         )

@@ -27,6 +27,8 @@ from jaxserve.host_tier import SIZES
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sharding import head_layout, sharding
+from jaxserve.watermark import marking
+from jaxserve.watermark.slots import ROW, MarkSpec
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class ProgramSet:
     max_num_seqs: int
     host_tier: bool
     """Whether pages go to host memory and come back."""
+    mark: MarkSpec | None
+    """How tokens are marked, where they are."""
     layers_per_program: int | None
     """0 means all; None one where there are prompt tokens, DECODE_LAYERS elsewhere."""
 
@@ -110,6 +114,13 @@ class ProgramSet:
         return jax.tree.map(lambda s: self.array(s.shape, s.dtype), shapes)
 
     @property
+    def mark_state(self) -> marking.MarkState | None:
+        if self.mark is None:
+            return None
+        shapes = marking.state_shapes(self.mark, self.max_num_seqs + 1)
+        return jax.tree.map(lambda s: self.array(s.shape, s.dtype), shapes)
+
+    @property
     def head_params(self) -> Params:
         """The parameters the head reads."""
         tree = self.params
@@ -129,9 +140,9 @@ class ProgramSet:
         )
 
     def zeros(self) -> Program:
-        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by layer)."""
+        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by layer, marks)."""
         kv = [self.kv] * self.cfg.num_layers
-        shapes = (self.last_token, self.slot_state, kv)
+        shapes = (self.last_token, self.slot_state, kv, self.mark_state)
 
         def zeros():
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -156,6 +167,10 @@ class ProgramSet:
             for records in SIZES:
                 yield from self.transfers(records)
         yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
+        if (marks := self.mark_state) is not None:
+            memory = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), marks)
+            where = self.array((), jnp.int32)
+            yield self._program("set_mark", marking.set_slot, (marks, where, memory), (0,), marks)
         for rows in self.buckets.masks:
             words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
             args = (state.allowed, self.array((rows,), jnp.int32), words)
@@ -273,6 +288,30 @@ class ProgramSet:
         args = (logits, last, choice, state)
         yield self._program(f"shaped {rows}", shaped, args, (1, 3), (last, tokens, state))
         yield self._program(f"logprobs {rows}", logprobs, (logits, tokens), (), sharding(self.mesh))
+        if self.mark is not None:
+            yield from self.marked_heads(rows, self.mark)
+
+    def marked_heads(self, rows: int, spec: MarkSpec) -> Iterator[Program]:
+        """The samplers that mark."""
+        logits, tokens = self.array((rows, self.vocab), jnp.float32), self.array((rows,), jnp.int32)
+        choice, packed = self.array((rows, len(CHOICE_FIELDS)), jnp.int32), self.array((rows, ROW), jnp.uint32)
+        last, slots, state = self.last_token, self.slot_state, self.mark_state
+
+        def marked(logits: jax.Array, last_token: jax.Array, packed: jax.Array, marks: jax.Array, state: Any):
+            choice = sampler.unpack(packed)
+            tokens, state = marking.sample(spec, logits, choice, marking.unpack(marks), state)
+            return last_token.at[choice.slot].set(tokens), tokens, state
+
+        def shaped(logits: jax.Array, last: jax.Array, packed: jax.Array, slots: Any, marks: jax.Array, state: Any):
+            choice = sampler.unpack(packed)
+            last, tokens, state = marked(sampler.shape_logits(logits, choice, slots), last, packed, marks, state)
+            return last, tokens, sampler.count(slots, choice, tokens), state
+
+        args = (logits, last, choice, packed, state)
+        yield self._program(f"marked {rows}", marked, args, (1, 4), (last, tokens, state), about=f"{spec}")
+        wide = (logits, last, choice, slots, packed, state)
+        out = (last, tokens, slots, state)
+        yield self._program(f"marked shaped {rows}", shaped, wide, (1, 3, 5), out, about=f"{spec}")
 
     def _program(
         self, name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...], out: Any, about: str = ""

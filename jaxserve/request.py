@@ -176,6 +176,8 @@ class SamplingParams:
     """The same for every prompt token but the first."""
     echo: bool = False
     """Put the prompt before the completion, in the text and in the token ids."""
+    watermarking: bool | None = None
+    """Whether to mark the text, as far as the operator leaves that to the request; None is the operator's own wish."""
     structured_outputs: StructuredOutputs | None = None
     """The language the completion must belong to, such as {"choice": ["yes", "no"]}; one of json (a schema),
     json_object, regex, choice, grammar (Lark)."""
@@ -217,6 +219,9 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+        mark: object = self.watermarking
+        if mark is not None and not isinstance(mark, bool):
+            raise RequestError(f"watermarking must be true or false, got {mark!r:.80}", param="watermarking")
         self._check_structured()
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise RequestError("max_tokens 0 asks for nothing: set echo or prompt_logprobs", param="max_tokens")
@@ -299,6 +304,18 @@ class OwnFault(str):
 
 
 @dataclass(frozen=True, slots=True)
+class Watermark:
+    """What was done about the watermark of a completion, where the engine has one.
+
+    ``skipped``: it was to be marked and could not be. ``reason`` says why a completion is not marked.
+    """
+
+    status: Literal["watermarked", "skipped", "not_watermarked"]
+    reason: str | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one engine step adds to one completion of a request.
 
@@ -320,6 +337,8 @@ class Delta:
     """What went wrong; an ``OwnFault`` where the request is to blame."""
     cached_tokens: int | None = None
     """Prompt tokens that were known and not computed; in the first delta of completion 0."""
+    watermark: Watermark | None = None
+    """What is done about the mark, in every delta, where the engine has a watermark."""
 
 
 @dataclass(slots=True)
@@ -330,6 +349,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    watermark: Watermark | None = None
+    """None where the engine has no watermark."""
 
 
 @dataclass(slots=True)
@@ -364,5 +385,6 @@ class RequestOutput:
         if delta.finish_reason is not None:
             output.finish_reason = delta.finish_reason
             output.stop_reason = delta.stop_reason
+            output.watermark = delta.watermark
         if delta.error is not None:
             self.error = delta.error

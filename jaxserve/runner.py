@@ -34,6 +34,8 @@ class DeviceState:
     """``sampler.SlotState``."""
     kv: list[jax.Array]
     """The pages of every layer."""
+    mark: Any = None
+    """``marking.MarkState`` where the engine marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Runner:
         run, state, bucket = self.compiled, self.state, batch.bucket
         for slot, row in batch.slot_rows:
             state.slots = run["set_slot"](state.slots, np.int32(slot), type(state.slots)(*row))
+        for slot, mark in batch.mark_rows:
+            state.mark = run["set_mark"](state.mark, np.int32(slot), type(state.mark)(*mark))
         if len(batch.mask_slots):
             masks = run[f"masks {len(batch.mask_slots)}"]
             allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
@@ -118,11 +122,15 @@ class Runner:
     def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)
         logits = run[f"logits {rows}"](self.head, run[f"pick {batch.bucket} {rows}"](x, batch.picks))
-        args = (logits, state.last_token, batch.choice)
+        program, args = run[f"{batch.mode} {rows}"], (logits, state.last_token, batch.choice)
         if batch.mode == "shaped":
-            state.last_token, tokens, state.slots = run[f"shaped {rows}"](*args, state.slots)
+            state.last_token, tokens, state.slots = program(*args, state.slots)
+        elif batch.mode == "marked":
+            state.last_token, tokens, state.mark = program(*args, batch.marks, state.mark)
+        elif batch.mode == "marked shaped":
+            state.last_token, tokens, state.slots, state.mark = program(*args, state.slots, batch.marks, state.mark)
         else:
-            state.last_token, tokens = run[f"{batch.mode} {rows}"](*args)
+            state.last_token, tokens = program(*args)
         tokens.copy_to_host_async()
         if not batch.logprobs:
             return tokens, None

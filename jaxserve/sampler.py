@@ -16,6 +16,7 @@ from jax import lax
 from jaxserve.batch import CHOICE_FIELDS, PROMPT_BIT
 from jaxserve.params import Abstract
 from jaxserve.request import MAX_LOGIT_BIAS
+from jaxserve.threefry import threefry
 
 
 class Choice(NamedTuple):
@@ -118,15 +119,24 @@ def count(state: SlotState, choice: Choice, tokens: jax.Array) -> SlotState:
 
 
 def sample(logits: jax.Array, choice: Choice) -> jax.Array:
-    """One token a row of ``logits [S, V]``: temperature, top-k, top-p, min-p, then Gumbel-max; int32 ``[S]``.
+    """One token a row of ``logits [S, V]``: temperature, top-k, top-p, min-p, then Gumbel-max; int32 ``[S]``."""
+    drawn = gumbel_max(filtered(logits, choice), choice)
+    return jnp.where(choice.temperature > 0, drawn, greedy(logits))
+
+
+def filtered(logits: jax.Array, choice: Choice) -> jax.Array:
+    """``logits [S, V]`` less their largest, over the temperature, and -inf where a token is not kept."""
+    scaled = logits - logits.max(-1, keepdims=True)  # first, so that no temperature is too low
+    scaled /= jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
+    return jnp.where(kept(scaled, choice), scaled, -jnp.inf)
+
+
+def gumbel_max(left: jax.Array, choice: Choice) -> jax.Array:
+    """Draws from the softmax of the rows of ``left [S, V]``; int32 ``[S]``.
 
     Gumbel-max (Gumbel 1954): argmax(logit + noise) is a draw from softmax(logit).
     """
-    scaled = logits - logits.max(-1, keepdims=True)  # first, so that no temperature is too low
-    scaled /= jnp.where(choice.temperature > 0, choice.temperature, 1.0)[:, None]
-    noise = gumbel(choice, logits.shape[1])
-    noisy = lax.optimization_barrier(jnp.where(kept(scaled, choice), scaled + noise, -jnp.inf))
-    return jnp.where(choice.temperature > 0, greedy(noisy), greedy(logits))
+    return greedy(lax.optimization_barrier(left + gumbel(choice, left.shape[1])))
 
 
 def kept(scaled: jax.Array, choice: Choice) -> jax.Array:
@@ -173,22 +183,6 @@ def gumbel(choice: Choice, vocab: int) -> jax.Array:
     # 23 bits and a half are exact in float32; with 24 the last would round to 1, and its noise be infinite.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
-
-
-def threefry(key_low: jax.Array, key_high: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """First word of Threefry-2x32-20 (Salmon et al., SC 2011) of the counter (high, low); uint32, all broadcast.
-
-    Unrolled, so that it fuses into one pass: jax's own loops over whole arrays on a CPU, ten times slower here.
-    """
-    keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(0x1BD11BDA))
-    a, b = high + keys[0], low + keys[1]
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            a = a + b
-            b = a ^ ((b << turn) | (b >> (32 - turn)))
-        a = a + keys[(group + 1) % 3]
-        b = b + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return a
 
 
 class Logprobs[Array](NamedTuple):

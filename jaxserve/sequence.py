@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from jaxserve.constraint import Constraint
 from jaxserve.host_tier import Restore, Spill
 from jaxserve.prefix_cache import Chain
-from jaxserve.request import FinishReason, SamplingParams, TokenLogprob
+from jaxserve.request import FinishReason, SamplingParams, TokenLogprob, Watermark
+from jaxserve.watermark.config import Mark
 
 
 class Status(enum.Enum):
@@ -37,6 +38,10 @@ class Sequence:
     constraint: Constraint | None = None
     """Where it stands in the language of ``params.structured_outputs``."""
     priority: int = 0
+    mark: Mark | None = None
+    """What marks it; None: nothing does."""
+    watermark: Watermark | None = None
+    """What is said of its mark; None where the engine has none."""
     chain: Chain | None = None
     """The keys of its pages; None where nothing of it is reused."""
     arrival: int = 0

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from jaxserve.detokenizer import StopMatcher
-from jaxserve.request import Delta, RequestError, TokenLogprob
+from jaxserve.request import Delta, RequestError, TokenLogprob, Watermark
 from serve.generation import Generation
 from serve.parsers.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegin
 from serve.state import State
@@ -32,6 +32,7 @@ class Step:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     """Of the prompt; said once."""
+    watermark: Watermark | None = None
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cached_tokens: int = 0
+    watermark: Watermark | None = None
 
     def add(self, step: Step) -> None:
         for part in step.parts:
@@ -76,6 +78,7 @@ class Completion:
         self.reasoning_tokens += step.reasoning_tokens
         self.cached_tokens += step.cached_tokens
         self.finish_reason, self.stop_reason = step.finish_reason, step.stop_reason
+        self.watermark = step.watermark
 
 
 class _Follower:
@@ -110,6 +113,7 @@ class _Follower:
             reason,
             delta.stop_reason if stopped is None else stopped,
             delta.cached_tokens or 0,
+            delta.watermark,
         )
 
     def _said(self, parts: list[Part], *, last: bool) -> tuple[list[Part], str | None]:

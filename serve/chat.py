@@ -13,6 +13,7 @@ from serve.answer import Answer, Completion, Step
 from serve.errors import bad_request
 from serve.generation import PromptInput, prompt_usage, read_body, truncate, truncation
 from serve.logprobs import chat_logprobs, prompt_logprobs
+from serve.mark import mark_fields
 from serve.openapi import RUN_ERRORS, api
 from serve.parsers.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegin
 from serve.protocol.answers import ChatChunk, ChatCompletion, Error
@@ -126,7 +127,7 @@ class _Render:
             "logprobs": None,
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
-        }
+        } | mark_fields(one.watermark)
         if self._body.logprobs:
             choice["logprobs"] = chat_logprobs(one.logprobs or (), self._body.top_logprobs or 0, self._state)
         if self._body.return_token_ids:
@@ -180,7 +181,7 @@ class _Render:
             found[0]["token_ids"] = step.token_ids
         if step.finish_reason is not None:
             end = {"finish_reason": step.finish_reason, "stop_reason": step.stop_reason}
-            found.append(self._piece(step, {}) | end)
+            found.append(self._piece(step, {}) | end | mark_fields(step.watermark))
         return found
 
     def _piece(self, step: Step, delta: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from serve.generation import (
     truncation,
 )
 from serve.logprobs import CompletionLogprobs, prompt_logprobs
+from serve.mark import mark_fields
 from serve.openapi import RUN_ERRORS, api
 from serve.protocol.answers import Completion, CompletionChunk, Error
 from serve.protocol.completions import CompletionRequest
@@ -119,7 +120,7 @@ class _Answer:
             "logprobs": None,
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
-        }
+        } | mark_fields(one.watermark)
         if body.logprobs is not None:
             choice["logprobs"] = CompletionLogprobs(self._state).build(tokens, body.logprobs)
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -174,7 +175,7 @@ class _Answer:
         choice = self._empty(prompt, delta)
         choice["text"], choice["finish_reason"] = delta.text, delta.finish_reason
         if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
+            choice |= {"stop_reason": delta.stop_reason} | mark_fields(delta.watermark)
         if body.logprobs is not None and delta.logprobs is not None:
             tokens = [(entry.token_id, entry) for entry in delta.logprobs]
             choice["logprobs"] = logprobs.build(tokens, body.logprobs)

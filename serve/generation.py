@@ -12,6 +12,7 @@ from aiohttp import web
 
 from jaxserve.request import CompletionOutput, Delta, OwnFault, RequestError, RequestOutput, SamplingParams
 from serve.errors import ApiError, bad_request, unavailable
+from serve.mark import announced
 from serve.protocol.base import Body, load_json, validate
 from serve.record import CURRENT, Record
 from serve.state import Channel, State
@@ -129,6 +130,7 @@ class Generation:
         tenant = self._record.tenant if state.options.cache_salt_from == "api-key" else ""
         self._cache_salt = f"{tenant} {cache_salt}" if tenant else cache_salt or ""
         self._record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        self._record.watermark = announced(state, params)
 
     async def __aenter__(self) -> Self:
         self._state.channels.add(self._channel)

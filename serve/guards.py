@@ -120,10 +120,12 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if record is not None:
         record.status = response.status
         response.headers["X-Request-Id"] = record.request_id
+        if record.watermark and response.status == 200:
+            response.headers["X-Jaxserve-Watermark"] = record.watermark
     if state.options.cors_origin:
         response.headers["Vary"] = "Origin"
         if (origin := allowed_origin(request, state)) is not None:
             response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Jaxserve-Watermark, Retry-After"
     if state.draining:
         response.force_close()

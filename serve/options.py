@@ -8,6 +8,7 @@ from serve.parsers.choose import FAMILIES, THINKING, check_names
 
 _FAMILIES, _THINKING = ", ".join(FAMILIES), ", ".join(THINKING)
 CACHE_SALTS = ("request", "api-key")
+DETECTIONS = ("scores", "verdicts", "off")
 ACCESS_LOGS = ("text", "json", "off")
 
 
@@ -56,6 +57,11 @@ class ServerOptions:
     reasoning_parser: str = _option(
         "auto", f"How the model marks its reasoning: auto (by its template), none, {_THINKING}."
     )
+    watermark_detection: str = _option(
+        "scores",
+        "What /v1/watermark/detect tells: scores (p-values, spans, each token's score), verdicts (yes or no alone), or "
+        "off. Whoever sees scores can learn to imitate or remove the mark.",
+    )
     access_log: str = _option("text", "A line for every HTTP request, never its text: text, json (to stdout) or off.")
 
     def __post_init__(self) -> None:
@@ -88,6 +94,10 @@ class ServerOptions:
             raise ValueError(f"cache_salt_from must be {' or '.join(CACHE_SALTS)}, got {self.cache_salt_from!r}")
         if self.cache_salt_from == "api-key" and not (self.api_key or self.api_key_file):
             raise ValueError("cache_salt_from api-key needs API keys: give api_key or api_key_file")
+        if self.watermark_detection not in DETECTIONS:
+            raise ValueError(
+                f"watermark_detection must be one of {', '.join(DETECTIONS)}, got {self.watermark_detection!r}"
+            )
         check_names(self.tool_parser, self.reasoning_parser)
         self.all_keys()
 

@@ -34,6 +34,8 @@ class Record:
     reasons: dict[str, None] = field(default_factory=dict)
     """Finish reasons, each once."""
     disconnected: bool = False
+    watermark: str = ""
+    """What is done about the mark, where the engine has one."""
     tenant: str = ""
     """A digest of the API key it came with. Never logged."""
 

@@ -10,6 +10,7 @@ from jaxserve.request import TokenLogprob
 from serve.answer import Step
 from serve.errors import ApiError
 from serve.logprobs import chat_logprobs
+from serve.mark import mark_fields
 from serve.protocol.responses import ResponsesRequest
 from serve.state import State
 from serve.turn import Reasoning, Text, ToolCallArguments, ToolCallBegin
@@ -51,6 +52,7 @@ class Response:
                     self._item["arguments"] += json
                     events.append(self._event("response.function_call_arguments.delta", delta=json))
         if step.finish_reason is not None:
+            self.value |= mark_fields(step.watermark)
             events += self._end(step.finish_reason == "length")
         return events
 

@@ -5,7 +5,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from serve import openapi, page
+from serve import openapi, page, watermark
 from serve.chat import chat_completions
 from serve.completions import completions
 from serve.guards import access_middleware, add_headers, error_middleware, record_middleware
@@ -34,6 +34,8 @@ def create_app(llm: Any, options: ServerOptions | None = None) -> web.Applicatio
             web.get("/v1/models", _models),
             web.get("/v1/models/{name:.+}", _model),
             web.get("/v1/engine/report", _report),
+            web.post("/v1/watermark/detect", watermark.detect),
+            web.get("/v1/watermark/keys", watermark.keys),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/health", _health),

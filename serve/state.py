@@ -122,6 +122,7 @@ class State:
         self._mailbox: Mailbox | None = None
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "jaxserve-tokenize")
         self._slow_pool = ThreadPoolExecutor(SLOW_THREADS, "jaxserve-slow")
+        self.detection_pool = ThreadPoolExecutor(1, "jaxserve-detect")
         self._token_texts: dict[int, tuple[str, bytes]] = {}
         if llm is not None:
             self.attach(llm)
@@ -170,6 +171,7 @@ class State:
             self._watcher.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._slow_pool.shutdown(wait=False, cancel_futures=True)
+        self.detection_pool.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
         while self.llm.health().alive:
@@ -208,12 +210,17 @@ class State:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    async def in_thread[T](self, function: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
+    async def in_thread[T](
+        self,
+        function: Callable[[], T],
+        undo: Callable[[T], None] = lambda _: None,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> T:
         """Run ``function``, which may take seconds, beside the loop, and beside what ``offload`` runs.
 
         Where whoever waits is cancelled, its result goes to ``undo`` instead.
         """
-        work = self._slow_pool.submit(function)
+        work = (pool or self._slow_pool).submit(function)
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from jaxserve.metrics import EngineMetrics
-from jaxserve.request import Delta, EngineDeadError, QueueFullError, RequestError, SamplingParams, TokenLogprob
+from jaxserve.request import (
+    Delta,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    SamplingParams,
+    TokenLogprob,
+    Watermark,
+)
+from jaxserve.watermark.config import WatermarkConfig
 
 BOS, EOS = 256, 257
 
@@ -68,6 +77,7 @@ class Job:
     params: SamplingParams
     on_delta: Callable[[Delta], None]
     priority: int
+    watermark: Watermark | None = None
     position: int = 0
     aborted: bool = False
 
@@ -87,13 +97,19 @@ class FakeLLM:
     explode_at: int | None = None
     add_bos: bool = False
     worse: bool = False
+    watermark: WatermarkConfig | None = None
     tokenizer: ByteTokenizer | None = None
     aborted: list[str] = field(default_factory=list)
     submitted: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer(add_bos=self.add_bos)
-        self.config = SimpleNamespace(model="/models/tiny", served_name="tiny", max_queued_requests=max(1, self.most))
+        self.config = SimpleNamespace(
+            model="/models/tiny",
+            served_name="tiny",
+            max_queued_requests=max(1, self.most),
+            watermark=self.watermark,
+        )
         self._metrics = EngineMetrics(model_name="tiny")
         self.metrics = self._metrics.registry
         self.state = Health()
@@ -118,11 +134,23 @@ class FakeLLM:
             raise RequestError(message, param="prompt", code="context_length_exceeded")
         if len(self._jobs) >= self.most:
             raise QueueFullError("the queue is full")
-        job = Job(f"r{next(self._ids)}", list(ids), params, on_delta, priority)
+        job = Job(f"r{next(self._ids)}", list(ids), params, on_delta, priority, self._mark(params))
         self._jobs[job.id] = job
         self.submitted.append(job)
         self._inbox.put(job)
         return job.id
+
+    def _mark(self, params: SamplingParams) -> Watermark | None:
+        if self.watermark is None:
+            if params.watermarking:
+                raise RequestError("watermarking: no watermark_config", param="watermarking")
+            return None
+        try:
+            decision = self.watermark.decide(params.watermarking, params.greedy)
+        except ValueError as error:
+            raise RequestError(str(error), param="watermarking") from None
+        marked = decision.status == "watermarked"
+        return Watermark(decision.status, decision.reason, self.watermark.key_in_force().id if marked else None)
 
     def check_structured_outputs(self, wish) -> None:
         """Refuses schemas that hold "not"; enforces nothing."""
@@ -205,7 +233,8 @@ class FakeLLM:
             if params.prompt_logprobs is not None and first and index == 0:
                 prompt_logprobs = (None, *(_logprob(t, params.prompt_logprobs) for t in job.prompt[1:]))
             last = reason is not None and index == params.n - 1
-            delta = Delta(job.id, index, token, text, logprobs, prompt_logprobs, reason, None, last)
+            mark = job.watermark
+            delta = Delta(job.id, index, token, text, logprobs, prompt_logprobs, reason, None, last, watermark=mark)
             job.on_delta(delta)
         return self._end(job) if reason is not None else False
 

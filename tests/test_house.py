@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels", "checkpoints", "serve", "benchmarks")
 LEAVES = ("pallas_kernels", "checkpoints")
 HOST_POLICY = ("request", "pages", "prefix_cache", "scheduler", "buckets")
-PUBLIC_MODULES = ("jaxserve.request", "jaxserve.tokenizer", "jaxserve.detokenizer")
+PUBLIC_MODULES = ("jaxserve.request", "jaxserve.tokenizer", "jaxserve.detokenizer", "jaxserve.watermark")
 """What ``serve`` may import besides the names in ``jaxserve`` itself."""
 LIBRARY_VARIABLES = ("XLA_", "JAX_", "CUDA_", "NCCL_")
 MAX_LINES = 500

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jaxserve.watermark import Scheme
+from jaxserve.watermark.config import WatermarkConfig
 from tests.fake_llm import FakeLLM, Health
 from tests.serving import Server, serving
+from tests.watermarked import marked
 
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -498,3 +501,44 @@ def test_it_fits_any_width(open_tab, width):
         tab.page.click("#settings-button")
     assert tab.page.locator("#temperature").is_visible()
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_marked_text_is_told_and_its_tokens_are_coloured(open_tab):
+    config = WatermarkConfig.read({"keys": [{"id": "mine", "key": 7}]})
+    text = "".join(map(chr, marked(160, Scheme(key=7), seed=1, vocab=range(33, 127))))
+    plain = "A person wrote this sentence by hand, and nobody has marked any of its words."
+    tab = open_tab(FakeLLM(answer=plain, watermark=config), width=1200)
+    tab.page.wait_for_selector("#mark-button:visible")
+    tab.say("Hi")
+    tab.answered()
+    tab.page.click("#mark-button")
+    tab.page.fill("#mark-text", plain + text + plain)
+    tab.page.click("#mark-look")
+    tab.until("document.querySelectorAll('.piece').length > 0")
+    assert tab.shown("#mark-map") == plain + text + plain
+    assert "Marked with key mine" in tab.shown("#mark-verdict")
+    within = tab.page.evaluate("[...document.querySelectorAll('.piece')].map((p) => p.classList.contains('within'))")
+    assert all(within[len(plain) + 12 : len(plain) + 148])
+    assert not any(within[: len(plain) - 12] + within[len(plain) + 172 :])
+    script = "[...document.querySelectorAll('.piece.within')].map((p) => +p.style.getPropertyValue('--s'))"
+    heats = tab.page.evaluate(script)
+    assert sum(heats) / len(heats) > 0.6
+    tab.page.click("#mark-last")
+    tab.until("document.getElementById('mark-verdict').textContent.startsWith('No mark')")
+    assert tab.shown("#mark-map") == plain
+
+
+def test_detection_is_offered_only_where_there_is_some(open_tab):
+    config = WatermarkConfig.read({"keys": [{"id": "mine", "key": 7}]})
+    for more in ({"llm": FakeLLM()}, {"llm": FakeLLM(watermark=config), "watermark_detection": "off"}):
+        tab = open_tab(**more)
+        tab.until("document.getElementById('model').textContent === 'tiny'")
+        tab.page.wait_for_timeout(100)
+        assert tab.page.locator("#mark-button").is_hidden()
+    tab = open_tab(FakeLLM(watermark=config), watermark_detection="verdicts")
+    tab.page.wait_for_selector("#mark-button:visible")
+    tab.page.click("#mark-button")
+    tab.page.fill("#mark-text", "Some text that is long enough to be looked at by anybody.")
+    tab.page.click("#mark-look")
+    tab.until("document.getElementById('mark-verdict').textContent.startsWith('No mark')")
+    assert tab.page.locator(".piece").count() == 0

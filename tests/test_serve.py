@@ -300,6 +300,7 @@ def test_every_sampling_field_reaches_the_engine(server):
         "skip_special_tokens": False,
         "logprobs": 3,
         "prompt_logprobs": 4,
+        "watermarking": False,
     }
     assert complete(server, priority=5, user="me", **fields)[0] == 200
     job = server.llm.submitted[-1]

@@ -68,6 +68,16 @@ type PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 @closed
+class Watermark(TypedDict):
+    """What was done about the mark, where the server has one. ``skipped``: it was to be marked and could not be."""
+
+    status: Literal["watermarked", "skipped", "not_watermarked"]
+    reason: str | None
+    """Why it is not marked."""
+    key_id: str | None
+
+
+@closed
 class CompletionChoice(TypedDict):
     index: int
     text: str
@@ -76,6 +86,7 @@ class CompletionChoice(TypedDict):
     stop_reason: int | str | None
     """The stop token id or stop string that ended it; null for the end of sequence."""
     prompt_logprobs: NotRequired[PromptLogprobs]
+    watermark: NotRequired[Watermark]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -100,6 +111,7 @@ class CompletionPiece(TypedDict):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: NotRequired[int | str | None]
     prompt_logprobs: NotRequired[PromptLogprobs]
+    watermark: NotRequired[Watermark]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -168,6 +180,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
     stop_reason: int | str | None
+    watermark: NotRequired[Watermark]
     token_ids: NotRequired[list[int]]
 
 
@@ -213,6 +226,7 @@ class ChatPiece(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
     stop_reason: NotRequired[int | str | None]
+    watermark: NotRequired[Watermark]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]

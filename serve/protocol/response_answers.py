@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-from serve.protocol.answers import TokenLogprob, closed
+from serve.protocol.answers import TokenLogprob, Watermark, closed
 
 type Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -143,6 +143,8 @@ class ResponseObject(TypedDict):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
+    watermark: NotRequired[Watermark]
+    """In the end."""
 
 
 @closed

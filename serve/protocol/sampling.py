@@ -88,6 +88,8 @@ class EngineFields(Body):
     """Lower goes first."""
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     """Prompts share cached tokens only where their salts are equal."""
+    watermarking: bool | None = None
+    """Whether to mark the text; as far as the operator leaves that to the request, whose wish it is where absent."""
     user: str | None = None
     """Accepted and not used."""
 

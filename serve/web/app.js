@@ -3,6 +3,7 @@
 import { startAlternatives } from "./alternatives.js";
 import { ApiError, request, storedKey, storeKey, streamChat } from "./api.js";
 import { startEngine } from "./engine.js";
+import { showMark, startMark } from "./mark.js";
 import { requestFields, startSettings, systemMessages } from "./settings.js";
 import { Turn } from "./turn.js";
 
@@ -168,6 +169,7 @@ async function connect(key = storedKey()) {
   const model = models.data[0].id;
   byId("model").textContent = model;
   document.title = `${model} · jaxserve`;
+  showMark(key);
 }
 
 async function greet() {
@@ -200,5 +202,6 @@ startSettings();
 startComposer();
 startKey();
 startPanel();
+startMark(() => turns.at(-1)?.content.text ?? "");
 startAlternatives(byId("turns"));
 startEngine(greet);
