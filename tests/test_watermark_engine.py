@@ -145,13 +145,14 @@ def test_streamed(marked: jaxserve.LLM, alone: Texts) -> None:
         {"overlap": False},
         {"max_num_batched_tokens": 32},
         {"prefix_caching": False},
+        {"tensor_parallel": 2},
     ],
     ids=str,
 )
 def test_from_another_engine(
     options: dict[str, Any], name: str, programs_dir: str, speaking: Path, alone: Texts
 ) -> None:
-    """After a restart, without overlap, in other chunks, without known prefixes."""
+    """After a restart, without overlap, in other chunks, without known prefixes, over other devices."""
     prompts, each = everything()
     with make(name, programs_dir, speaking, **options) as other:
         assert tokens(other.generate(prompts, each)) == expect(alone)
