@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoints
-from jaxserve import memory, models, params
+from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
@@ -23,7 +23,7 @@ from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
 from jaxserve.identity import identity
 from jaxserve.metrics import EngineMetrics
-from jaxserve.models import dense
+from jaxserve.models.weights import IGNORED_TENSORS, param_specs
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
@@ -31,7 +31,7 @@ from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.sharding import HeadLayout, head_layout, make_mesh
+from jaxserve.sharding import HeadLayout, Parallel, head_layout, make_mesh
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 
 
@@ -76,7 +76,7 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
             mesh = mesh_of(config)
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
-        specs = declare(model, config.tensor_parallel, source)
+        specs = declare(model, parallel_of(config), source, dtype)
         store = ExecutableStore(config.cache_path, mesh.devices.flat)
         programs, limits = size(config, model, specs, dtype, mesh, store, report)
         runner = _runner(config, programs, store, source, report)
@@ -117,10 +117,14 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
 
 
+def parallel_of(config: EngineConfig) -> Parallel:
+    return Parallel(config.tensor_parallel, config.expert_parallel)
+
+
 def mesh_of(config: EngineConfig) -> Mesh:
     """The devices the config asks for. Raises ``ConfigError`` where there are too few."""
     try:
-        return make_mesh(config.tensor_parallel)
+        return make_mesh(parallel_of(config))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -149,29 +153,33 @@ def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: M
     return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
 
 
-def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
-    """The model's parameters, checked against the checkpoint's tensors."""
+def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str) -> params.Specs:
+    """The model's parameters, checked against the checkpoint's tensors. ``dtype`` is the engine's."""
+    family = models.FAMILIES[model.model_type]
     if isinstance(source, checkpoints.OrbaxCheckpoint):
         saved = (source.meta.get("layout") or {}).get("tensor_parallel")
         if not isinstance(saved, int) or saved < 1:
             raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
-        _check_layout(model, saved, tensor_parallel)
-        tied = "head" not in source.tensors
-        return dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
-    specs = dense.param_specs(model, tensor_parallel, source.tensors)
-    params.check(specs, source, dense.IGNORED_TENSORS)
+        model = dataclasses.replace(model, tie_embeddings="head" not in source.tensors)
+        _check_layout(model, Parallel(saved), parallel)
+        return param_specs(model, family, parallel, ())
+    specs = param_specs(model, family, parallel, source.tensors)
+    rule = quantization.rule(source.config)
+    if rule is not None:
+        specs = quantization.quantized(specs, rule, source, parallel, dtype)
+    params.check(specs, source, IGNORED_TENSORS, family.unused(model))
     return specs
 
 
-def _check_layout(model: ModelConfig, saved: int, wanted: int) -> None:
-    def layout(devices: int) -> tuple[HeadLayout, int, int]:
-        heads = head_layout(model.num_heads, model.num_kv_heads, devices)
-        return heads, -model.vocab_size % devices, -model.intermediate_size % devices
+def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:
+    def layout(parallel: Parallel) -> tuple[HeadLayout, list[tuple[int, ...]]]:
+        specs = param_specs(model, models.FAMILIES[model.model_type], parallel, ())
+        return head_layout(model.num_heads, model.num_kv_heads, parallel.devices), params.shapes(specs)
 
     if layout(saved) != layout(wanted):
         raise ConfigError(
-            f"tensor_parallel {wanted}: this folder was converted for tensor_parallel {saved}, which lays heads out "
-            "differently; convert the original again"
+            f"tensor_parallel {wanted.devices}: this folder was converted for tensor_parallel {saved.devices}, which "
+            "lays heads out differently; convert the original again"
         )
 
 

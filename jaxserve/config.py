@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.rope import RopeConfig
+from jaxserve.layer_spec import LayerSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -21,22 +21,12 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """What distinguishes one decoder layer from the next. Layers with equal specs share one compiled program."""
-
-    rope: RopeConfig
-    window: int | None = None
-    """Tokens a query sees, itself included; None sees all."""
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention and a gated MLP. Letters as in docs/shapes.md."""
+    """A decoder-only transformer: what all its layers share. Letters as in docs/shapes.md."""
 
     model_type: str
     vocab_size: int  # V
     hidden_size: int  # E
-    intermediate_size: int  # F
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # D
@@ -44,10 +34,6 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     tie_embeddings: bool
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     dtype: str | None = None
     """The dtype the checkpoint says it was saved in."""
 
@@ -68,6 +54,9 @@ class EngineConfig:
     served_name: str | None = _option(None, "The name clients call the model by; the model argument by default.")
     dtype: str = _option("auto", "Weights and KV cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     tensor_parallel: int = _option(1, "Devices to shard the weights and the KV heads over.")
+    expert_parallel: int = _option(
+        1, "Groups of devices that experts are divided among; a divisor of tensor_parallel. Experts are cut otherwise."
+    )
     max_model_len: int | None = _option(None, "Longest sequence, prompt and output; the model's own limit by default.")
     max_num_seqs: int | None = _option(None, "Most sequences running at once; 64 on a CPU, 256 on a GPU by default.")
     max_num_batched_tokens: int | None = _option(
@@ -103,6 +92,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low in (
             ("tensor_parallel", 1),
+            ("expert_parallel", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -116,6 +106,10 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.tensor_parallel % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel ({self.expert_parallel}) must divide tensor_parallel ({self.tensor_parallel})"
+            )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
         share = self.device_memory_utilization

@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.buckets import StepBucket
-from jaxserve.config import LayerSpec, ModelConfig
-from jaxserve.layers import linear, query_scale, rms_norm, rope_table, rotate
+from jaxserve.config import ModelConfig
+from jaxserve.layer_spec import Attention, LayerSpec, Moe
+from jaxserve.layers import linear, mlp, query_scale, rms_norm, rope_table, rotate
+from jaxserve.moe import moe
 from jaxserve.params import Params
 from pallas_kernels.paged_attention import paged_attention
 
@@ -23,7 +26,7 @@ class Context(NamedTuple):
     """What the layers share in a step."""
 
     rope: jax.Array  # float32 [ropes, 2, T, dim / 2]
-    where: jax.Array  # int32 [3, T]: page and offset each token is written to, and its position
+    where: jax.Array  # int32 [3, T]: page and offset each token is written to (page 0: padding), and its position
     tables: jax.Array  # int32 [N, W]: pages of each row's sequence
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
 
@@ -61,7 +64,7 @@ def restore_pages(kv: list[KV], records: jax.Array, pages: jax.Array, heads: jax
 
 
 def ropes(cfg: ModelConfig) -> list:
-    return list(dict.fromkeys(spec.rope for spec in cfg.layers))
+    return list(dict.fromkeys(spec.mixer.rope for spec in cfg.layers))
 
 
 def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
@@ -83,23 +86,34 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def layer(
-    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
+    cfg: ModelConfig,
+    spec: LayerSpec,
+    bucket: StepBucket,
+    mesh: Mesh,
+    params: Params,
+    kv: KV,
+    x: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, KV]:
     """One pre-norm block over ``x [T, E]``; writes the step's keys and values into ``kv`` and attends over it."""
-    attended, kv = _attention(cfg, spec, bucket, params, kv, rms_norm(x, params["attn_norm"], cfg.norm_eps), ctx)
+    normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
+    attended, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
     x = x + attended
-    return x + _mlp(params, rms_norm(x, params["mlp_norm"], cfg.norm_eps)), kv
+    normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
+    if isinstance(spec.ffn, Moe):
+        return x + moe(spec.ffn, mesh, params, normed, real=ctx.where[0] > 0), kv
+    return x + mlp(spec.ffn, params, normed), kv
 
 
 def _attention(
-    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
+    cfg: ModelConfig, spec: Attention, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
 ) -> tuple[jax.Array, KV]:
     tokens = x.shape[0]
     fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
-    if "qkv_bias" in params:
+    if spec.qkv_bias:
         fused = fused + params["qkv_bias"]
     q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
-    if cfg.qk_norm:
+    if spec.qk_norm:
         q, k = rms_norm(q, params["q_norm"], cfg.norm_eps), rms_norm(k, params["k_norm"], cfg.norm_eps)
     table = ctx.rope[ropes(cfg).index(spec.rope)]
     q, k = rotate(q, table), rotate(k, table)
@@ -125,16 +139,8 @@ def _attention(
     if bucket.blocks:
         parts.append(attend(q[bucket.decodes :], bucket.decodes, bucket.rows))
     mixed = jnp.concatenate(parts).reshape(tokens, -1)
-    out = linear(mixed, params["o"].reshape(cfg.hidden_size, -1))
-    return out + params["o_bias"] if "o_bias" in params else out, (k_pages, v_pages)
-
-
-def _mlp(params: Params, x: jax.Array) -> jax.Array:
-    gate, up = linear(x, params["gate"]), linear(x, params["up"])  # [T, F]
-    if "gate_bias" in params:
-        gate, up = gate + params["gate_bias"], up + params["up_bias"]
-    out = linear(jax.nn.silu(gate) * up, params["down"])
-    return out + params["down_bias"] if "down_bias" in params else out
+    out = linear(mixed, params["o"], inputs=3)
+    return out + params["o_bias"] if spec.o_bias else out, (k_pages, v_pages)
 
 
 def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

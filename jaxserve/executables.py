@@ -192,7 +192,20 @@ def _cpu_features() -> str:
         return platform.processor()
 
 
-_TRACED = ("batch", "buckets", "config", "decoder", "layers", "programs", "rope", "sampler", "sharding")
+_TRACED = (
+    "batch",
+    "buckets",
+    "config",
+    "decoder",
+    "experts",
+    "layer_spec",
+    "layers",
+    "moe",
+    "programs",
+    "rope",
+    "sampler",
+    "sharding",
+)
 """Modules of ours that programs are traced from, beside the kernels."""
 
 
