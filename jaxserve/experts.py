@@ -74,7 +74,7 @@ def mix(
     gate_up, down = params["gate_up"], params["down"]
     experts, _, width, hidden = gate_up.shape
     rows = block_rows(chosen.size, experts)
-    tile = _tile(width, 2 * hidden * gate_up.dtype.itemsize)
+    tile = tile_width(width, 2 * hidden * gate_up.dtype.itemsize)
     blocks = cut(chosen.reshape(-1), experts, rows)
     owners = blocks.order // per_token
     x = x.astype(gate_up.dtype)
@@ -104,7 +104,7 @@ def mix(
     return jnp.where(computed, found * weights[:, :, None], 0.0).sum(1)
 
 
-def _tile(width: int, channel_bytes: int) -> int:
+def tile_width(width: int, channel_bytes: int) -> int:
     """The widest divisor of ``width`` whose weights fit TILE_BYTES."""
     most = max(1, TILE_BYTES // channel_bytes)
     return next(size for size in range(min(width, most), 0, -1) if width % size == 0)
