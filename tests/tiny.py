@@ -9,7 +9,7 @@ import numpy as np
 import jaxserve
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-FAMILIES = ("llama3", "smollm2", "qwen2", "qwen3", "ministral3", "qwen3_fp8_block", "qwen3_moe", "glm4_moe")
+FAMILIES = ("llama3", "smollm2", "qwen2", "qwen3", "ministral3", "qwen3_fp8_block", "qwen3_moe", "glm4_moe", "mixtral")
 
 LIMITS: dict[str, Any] = {
     "dtype": "float32",
