@@ -340,7 +340,8 @@ def _describe(
         format=source.format,
         parameters=count,
     )
-    report.add("run", dtype=dtype, weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
+    report.add("run", dtype=dtype, quantization=str(quantization.rule(source.config) or "none"))
+    report.add("run", weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
     report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])
     report.add("run", attention="reference (jnp): no GPU kernel is built yet")
     page = programs.cache.token_bytes * config.page_size

@@ -14,8 +14,8 @@ from jaxserve.rope import RopeConfig
 
 
 def linear(x: jax.Array, weight: jax.Array | QuantArray, inputs: int = 1) -> jax.Array:
-    """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``; ``in`` are the last
-    ``inputs`` axes of the weight.
+    """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``; ``in`` are the
+    last ``inputs`` axes of the weight.
 
     Weights keep the orientation they have on disk, and are contracted as matrices: XLA's CPU backend copies a weight of
     more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times

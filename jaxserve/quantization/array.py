@@ -17,9 +17,9 @@ from pallas_kernels.quant_matmul import dequantize, quant_matmul
 class QuantArray:
     """e4m3 ``data``, and float32 ``scale`` with an element for every ``blocks[i]`` elements along axis i.
 
-    The shape is the decoder's, whatever the checkpoint's is. Of axes that a product merges, all but the last have blocks
-    of 1; an axis that stands alone may end with a part of a block. ``data`` and ``scale`` may also be what describes
-    arrays, as in any tree of parameters.
+    The shape is the decoder's, whatever the checkpoint's is. Of axes that a product merges, all but the last have
+    blocks of 1; an axis that stands alone may end with a part of a block. ``data`` and ``scale`` may also be what
+    describes arrays, as in any tree of parameters.
     """
 
     data: Any

@@ -31,7 +31,7 @@ def rule(hf: dict[str, Any]) -> BlockFp8 | None:
         detail = "".join(f", {name} {config[name]!r}" for name in ("quant_algo", "format", "bits") if name in config)
         raise ConfigError(f"quantization_config: quant_method {method!r}{detail} is not supported; {SUPPORTED}")
     block = config.get("weight_block_size")
-    sizes = block if isinstance(block, list) and len(block) == 2 else [None]
+    sizes: list[Any] = block if isinstance(block, list) and len(block) == 2 else [None]
     if any(type(size) is not int or size < 1 or size != sizes[0] for size in sizes):
         raise ConfigError(f"quantization_config: weight_block_size {block!r} is not supported; {SUPPORTED}")
     for name, known in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):

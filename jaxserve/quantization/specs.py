@@ -34,13 +34,12 @@ def quantized(specs: Specs, rule: BlockFp8, source: Source, parallel: Parallel, 
     def one(spec: ParamSpec) -> ParamSpec | QuantArray:
         kinds = {name: source.tensors[name].dtype for name in spec.pieces if name in source.tensors}
         fp8 = [name for name, kind in kinds.items() if kind == E4M3]
-        if not fp8:
+        if not fp8 or len(kinds) < len(spec.pieces):  # what is missing is for params.check to say
             return spec
         for name, kind in kinds.items():
             if kind != E4M3:
-                raise WeightError(
-                    f"tensor {name} is {kind.name} and {fp8[0]} is {E4M3.name}: one parameter is made of both"
-                )
+                both = f"{name}, {kind.name}, and {fp8[0]}, {E4M3.name}"
+                raise WeightError(f"one parameter is made of tensors {both}")
         if "vocab" in spec.axes or spec.dtype is not None or any(len(shape) != 2 for shape in spec.pieces.values()):
             raise WeightError(f"tensor {fp8[0]} is {E4M3.name}: this parameter is not read quantized")
         return _pair(spec, rule, {name: _scale_name(name, source) for name in spec.pieces}, parallel, dtype)
@@ -67,7 +66,7 @@ def _pair(spec: ParamSpec, rule: BlockFp8, scales: Mapping[str, str], parallel: 
             slice(part.start * block, min(part.stop * block, size))
             for part, block, size in zip(index, blocks, spec.shape, strict=True)
         )
-        values = spec.fill(_Scales(source, scales, rule.block, spec.pieces), elements)
+        values = spec.fill(_Scales(source, source.tensors, scales, rule.block, spec.pieces), elements)
         return values[tuple(slice(None, None, block) for block in blocks)]
 
     pieces = {scales[name]: sides[name] for name in scales}
@@ -100,13 +99,10 @@ class _Scales:
     """A checkpoint as ``fill`` sees it, with each element's scale in the element's place."""
 
     source: Source
+    tensors: Mapping[str, Any]
     names: Mapping[str, str]
     block: int
     shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        return self.source.tensors
 
     def read(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
         height, width = self.shapes[name]
