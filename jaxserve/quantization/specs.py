@@ -94,7 +94,7 @@ def block_shape(spec: ParamSpec, block: int, parallel: Parallel) -> tuple[int, .
     return tuple(blocks)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Scales:
     """A checkpoint as ``fill`` sees it, with each element's scale in the element's place."""
 
