@@ -186,12 +186,15 @@ class LLM:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
         atexit.unregister(self._at_exit)
+        self._built.runner.compiled.close()
         cache = self._engine.scheduler.cache
         if cache is not None and not self._closed:
             keep(cache, self._built.runner if self._engine.error is None else None)
         self._closed = True
         if self._engine.error is None:
             self._built.runner.wait()
+        if self._built.link is not None:
+            self._built.link.close()
         if self._listener is not None:
             jax.monitoring.unregister_event_duration_listener(self._listener)
             self._listener = None

@@ -78,6 +78,12 @@ def host_budget(config: EngineConfig, *, gpu: bool) -> int:
     return budget
 
 
+def step_below(pages: int) -> int:
+    """The highest of 32 steps an octave that is at most ``pages``."""
+    step = 1 << max(0, pages.bit_length() - 6)
+    return pages // step * step
+
+
 def disk_budget(config: EngineConfig) -> int:
     """Bytes on disk for KV pages."""
     if config.disk_kv_path is None:

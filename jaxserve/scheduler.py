@@ -10,6 +10,7 @@ been preempted least, and then came last. Coming back takes the more free pages 
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -58,6 +59,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a step in flight is collected."""
         before = self.preemptions
+        if self.cache is not None:
+            self.cache.back_up()
         decodes = self._decodes()
         chunks = self._continue_prompts()
         plan = StepPlan(decodes, chunks)
@@ -159,8 +162,7 @@ class Scheduler:
             self.waiting.remove(seq)
             if not seq.preemptions:
                 seq.cached = hit.tokens
-            seq.loaded, seq.fetched = len(hit.loads), False
-            seq.from_disk = sum(block.fetched for _, block, _ in hit.loads)
+            seq.loaded, seq.fetched = Counter(block.source for _, block, _ in hit.loads), False
             seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
             seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
             bisect.insort(self.running, seq, key=lambda s: s.order)
@@ -181,7 +183,7 @@ class Scheduler:
             restores[block].pages[record] = pages[number]
         plan.restores.extend(restores.values())
         for block in restores:
-            block.fetched = False  # the next time it comes from the host
+            block.source = "host"  # the next time
         if self.cache is not None and self.cache.tier is not None:
             self.cache.tier.counts.restored += len(hit.loads)
         if hit.copy is not None:
@@ -215,19 +217,19 @@ class Scheduler:
         return hit
 
     def _reading(self, seq: Sequence, keys: list[bytes]) -> bool:
-        """Whether ``seq`` has to wait for records on their way from the disk. It asks for some once an admission."""
-        disk = self.cache.disk if self.cache is not None else None
+        """Whether ``seq`` has to wait for records on their way from a store. It asks for some once an admission."""
+        stores = self.cache.stores if self.cache is not None else None
         tier = self.cache.tier if self.cache is not None else None
-        if disk is None or tier is None:
+        if stores is None or tier is None:
             return False
         if not seq.fetched:
-            missing = [key for key in keys if key not in disk.reading]
-            if disk.reading and len(disk.reading) + len(missing) > tier.capacity // 2:
+            missing = [key for key in keys if key not in stores.reading]
+            if stores.reading and len(stores.reading) + len(missing) > tier.capacity // 2:
                 return True  # what comes must not drive out what has just come
             seq.fetched = True
             if missing:
-                disk.fetch(missing)
-        return any(key in disk.reading for key in keys)
+                stores.fetch(missing)
+        return any(key in stores.reading for key in keys)
 
     def _keys(self, seq: Sequence, page: int) -> Iterator[bytes]:
         """Keys of the pages of ``seq`` from number ``page`` on, the last one as far as it is filled."""
@@ -244,6 +246,14 @@ class Scheduler:
             if chunk.final:
                 self._computed(seq)
 
+    def _enter_output(self, seq: Sequence) -> None:
+        """A running sequence's output is known too, a page at a time."""
+        if self.cache is None or seq.chain is None or seq.status is not Status.RUNNING or seq.prefilling:
+            return
+        computed = min(seq.computed, len(seq))
+        if computed // self.pool.page_size > seq.chain.entered:
+            self.cache.enter(seq.chain, seq.text, seq.pages, computed, tail=False)
+
     def _computed(self, seq: Sequence) -> None:
         """Nobody waits for ``seq`` any more."""
         for key in [key for key, by in self._coming.items() if by is seq]:
@@ -253,11 +263,12 @@ class Scheduler:
         """A step has come back and its tokens have been dealt with: what was held for it goes back."""
         for seq in plan.sampled:
             seq.pending -= 1
+            self._enter_output(seq)
         for seq in plan.sequences:
             seq.in_flight -= 1
             if not seq.in_flight and seq in self.leaving:
-                self.leaving.remove(seq)
                 self._release(seq)
+                self.leaving.remove(seq)
                 if seq.status is Status.WAITING:
                     self.add(seq)
 
@@ -266,11 +277,11 @@ class Scheduler:
         if seq.finished:
             return
         if seq.status is Status.RUNNING:
-            self.running.remove(seq)
             if seq.in_flight:
                 self.leaving.append(seq)
             else:
                 self._release(seq)
+            self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason

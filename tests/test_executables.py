@@ -2,6 +2,7 @@
 
 import dataclasses
 import stat
+import sys
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from tiny import FIXTURES, LIMITS
 
 import jaxserve
-from jaxserve import executables
+from jaxserve import program_key
 from jaxserve.executables import ExecutableStore, Program
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -63,35 +64,75 @@ CHANGED = {
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_changed_program_never_finds_the_old_one(what: str, tmp_path: Path) -> None:
     made = store(tmp_path)
-    assert made._key(CHANGED[what]) != made._key(program())
-    assert made._key(program()) == store(tmp_path)._key(program())
+    assert made.path(CHANGED[what]) != made.path(program())
+    assert made.path(program()) == store(tmp_path).path(program())
 
 
 @pytest.mark.parametrize(
     "what",
-    ["jax", "jaxlib", "platform_version", "devices", "visible", "xla_flags", "cpu", "matmul_precision", "sources"],
+    ["platform", "jax", "jaxlib", "device", "flags", "options", "cpu", "sources"],
 )
 def test_a_changed_environment_never_finds_the_old_one(what: str, tmp_path: Path) -> None:
     made, other = store(tmp_path), store(tmp_path)
     assert what in other.environment
     other.environment = {**other.environment, what: "another"}
-    assert made._key(program()) != other._key(program())
+    assert made.path(program()) != other.path(program())
 
 
-def test_editing_a_traced_source_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editing_a_traced_source_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module of ours that a step is traced through is watched; host policy is not."""
-    root = Path(executables.__file__).parent
-    before = executables.source_hash()
+    root = Path(program_key.__file__).parent
+    before = program_key.source_hash()
     read = Path.read_bytes
     edited = {}
     for path in sorted(root.glob("*.py")):
         monkeypatch.setattr(Path, "read_bytes", lambda self, path=path: read(self) + b"#" * (self == path))
-        edited[path.stem] = executables.source_hash() != before
+        edited[path.stem] = program_key.source_hash() != before
     traced = ("sampler", "decoder", "layers", "layer_spec", "moe", "experts", "programs", "rope", "buckets", "batch")
-    for name in traced:
+    for name in (*traced, "identity", "config"):
         assert edited[name], name
-    for name in ("scheduler", "engine", "llm", "output", "cli"):
+    for name in ("scheduler", "engine", "llm", "output", "cli", "request", "executables", "build", "metrics"):
         assert not edited[name], name
+
+
+def test_all_that_runs_while_a_program_is_traced_is_among_the_sources(programs_dir: str) -> None:
+    """By evidence: a module of ours that has a say in a program, and is not watched, would serve stale code."""
+    with jaxserve.LLM(str(FIXTURES / "qwen3"), **LIMITS, cache_dir=programs_dir) as llm:
+        made = llm._built.programs
+    programs = [*made.programs(), *dataclasses.replace(made, host_tier=True).programs(), made.zeros()]
+    root = Path(program_key.__file__).parent.parent
+    ran: set[Path] = set()
+
+    def watch(frame, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(root) and path.is_relative_to(root / "tests") is False:
+            ran.add(path)
+
+    for one in {p.name.split()[0]: p for p in programs}.values():
+        jitted = jax.jit(one.function, out_shardings=one.out_shardings)
+        sys.setprofile(watch)
+        try:
+            jitted.trace(*one.args)
+        finally:
+            sys.setprofile(None)
+    ours = {path for path in ran if path.parts[len(root.parts)] in ("jaxserve", "pallas_kernels")}
+    assert root / "jaxserve" / "decoder.py" in ours
+    assert ours <= set(program_key.sources())
+
+
+def test_the_sources_follow_every_import() -> None:
+    """The quick reader of imports finds what Python's own parser finds."""
+    from tests.test_house import imports_of, jaxserve_module
+
+    found = set(program_key.sources())
+    root = Path(program_key.__file__).parent.parent
+    for path in found:
+        for name in imports_of(path):
+            module = jaxserve_module(name)
+            if module is None or module in program_key.NOT_TRACED:
+                continue
+            place = root.joinpath(*module.split("."))
+            assert place.with_suffix(".py") in found or place / "__init__.py" in found, f"{path}: {module}"
 
 
 DAMAGE = {
@@ -99,7 +140,7 @@ DAMAGE = {
     "empty": lambda data: b"",
     "garbage": lambda data: b"garbage" * 100,
     "one bit": lambda data: data[:-10] + bytes([data[-10] ^ 1]) + data[-9:],
-    "another version": lambda data: data.replace(b"jaxserve-exe-1", b"jaxserve-exe-0"),
+    "another version": lambda data: data.replace(b"jaxserve-exe-2", b"jaxserve-exe-1"),
 }
 
 
@@ -187,14 +228,16 @@ def test_an_engine_compiles_once_and_never_takes_another_models_programs(tmp_pat
         with jaxserve.LLM(str(FIXTURES / family), **options) as llm:
             llm.generate([[1, 2, 3]], max_tokens=4, temperature=0.5, progress=False)
             assert llm.compilations_after_ready == 0
+            llm._built.runner.compiled.finish()
             return llm.report()["executables"]
 
     first, second, other = start("llama3"), start("llama3"), start("ministral3")
     total = first["compiled"]
     assert total > 10
-    assert first == {"loaded": 0, "compiled": total, "discarded": []}
+    assert first == {"loaded": 0, "compiled": total, "discarded": [], "why_compiled": [f"{total} x never compiled"]}
     assert second == {"loaded": total, "compiled": 0, "discarded": []}
-    assert other == {"loaded": 0, "compiled": total, "discarded": []}
+    assert (other["loaded"], other["compiled"]) == (0, total)
+    assert all("other model" in line for line in other["why_compiled"])
 
 
 def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) -> None:
@@ -203,8 +246,8 @@ def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) ->
     made = store(tmp_path)
     with jaxserve.LLM(str(FIXTURES / "llama3"), **options) as llm:
         programs = llm._built.programs
-    keys = {p.name: made._key(p) for p in programs.programs()}
-    assert keys == {p.name: made._key(p) for p in programs.programs()}
+    keys = {p.name: made.path(p) for p in programs.programs()}
+    assert keys == {p.name: made.path(p) for p in programs.programs()}
     assert len(set(keys.values())) == len(keys)
     cfg = programs.cfg
     mixer = cfg.layers[0].mixer
@@ -221,6 +264,6 @@ def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) ->
         "num_pages": dataclasses.replace(programs, num_pages=7),
     }
     for name, changed in changes.items():
-        others = {p.name: made._key(p) for p in changed.programs()}
+        others = {p.name: made.path(p) for p in changed.programs()}
         same = {n for n in keys if others.get(n) == keys[n]}
         assert not any(n.startswith("layers") for n in same), name

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from memory_disk import MemoryDisk
+from memory_stores import MemoryStores
 
 from jaxserve.constraint import Constraint, Mask
 from jaxserve.host_tier import HostTier
@@ -71,7 +71,9 @@ class World:
     records: int = 0
     """Pages that the host tier holds."""
     disk: int = 0
-    """Pages that the disk holds, where there is a host tier."""
+    """Pages that the last store holds, where there is a host tier."""
+    near: bool = False
+    """Whether there is a faster one before it."""
     disk_turns: int = 0
     """Turns that a read takes."""
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class World:
     def __post_init__(self) -> None:
         pool = PagePool(self.pages + 1, self.page_size)
         self.tier = HostTier(self.records, 1)
-        self.store = MemoryDisk(self.disk, {}) if self.disk and self.records else None
+        stores = [("sidecar", {}), ("disk", {})] if self.near else [("disk", {})]
+        self.store = MemoryStores(self.disk, *stores, near=self.near) if self.disk and self.records else None
         self.cache = PrefixCache(pool, "", self.tier if self.records else None, self.store) if self.reuse else None
         self.waited = 0
         limits = {"max_num_seqs": self.slots, "prompt_tokens": self.blocks * BLOCK, "block": BLOCK}
@@ -146,8 +149,8 @@ class World:
         if self.waited > self.disk_turns:
             self.waited = 0
             for arrival in self.store.arrived():
-                for keys, data in arrival.blocks:
-                    self.tier.adopt(keys, data)
+                for keys, data, source in arrival.blocks:
+                    self.tier.adopt(keys, data, source)
 
     def masks_come(self) -> None:
         """As the engine does it: a sequence at its limit ends when its mask is there."""
@@ -220,6 +223,8 @@ class World:
         for spill in plan.spills:
             assert spill.block.data is None
             spill.block.data = [self.page(page) for page in spill.pages]
+            if self.store is not None:
+                self.store.save(spill.block, range(len(spill.pages)))
         for restore in plan.restores:
             for page, record in zip(restore.pages, restore.block.data, strict=True):
                 self.kv |= {(page, offset): content for offset, content in record.items() if page}
@@ -311,6 +316,7 @@ worlds = st.builds(
     reuse=st.booleans(),
     records=st.sampled_from([0, 1, 5, 40]),
     disk=st.sampled_from([0, 3, 100]),
+    near=st.booleans(),
     disk_turns=st.integers(0, 6),
 )
 
@@ -404,7 +410,7 @@ def test_pages_on_the_disk_are_waited_for_while_others_run() -> None:
     seqs = world.run([Wish(12, 2, topic=0), *others, Wish(12, 2, topic=0, turn=60), Wish(2, 2, turn=60)])
     again, other = seqs[-2:]
     assert again.cached == 10, "whole pages"
-    assert again.from_disk > 0
+    assert again.loaded["disk"] > 0
     admitted = [arrival for arrival, _ in world.covered]
     assert admitted.index(other.arrival) < admitted.index(again.arrival)
 
