@@ -112,7 +112,7 @@ def check_idle(llm: jaxserve.LLM) -> None:
     assert scheduler.pool.free == scheduler.pool.usable
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert gauge(llm, name) == 0, name
-    tier, stores = (scheduler.cache.tier, scheduler.cache.stores) if scheduler.cache else (None, None)
+    tier, stores = scheduler.cache.tier, scheduler.cache.stores
     assert stores is None or not stores.reading
     if tier is not None:
         tier.check()
@@ -194,9 +194,9 @@ def disk_options(stack: ExitStack, room: int) -> dict[str, Any]:
 
 def count(llm: jaxserve.LLM) -> dict[str, int]:
     scheduler = llm._built.engine.scheduler
-    tier = scheduler.cache.tier if scheduler.cache else None
+    tier = scheduler.cache.tier
     moved = {} if tier is None else {"spilled": tier.counts.spilled, "restored": tier.counts.restored}
-    stores = scheduler.cache.stores if scheduler.cache else None
+    stores = scheduler.cache.stores
     if stores is not None:
         counts = stores.stores[0].counts
         moved |= {"written": counts.written, "read": counts.read}

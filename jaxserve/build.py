@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,12 +15,12 @@ from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.declare import declare, resolve_dtype
-from jaxserve.disk_store import DiskError, open_store
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
-from jaxserve.identity import identity
+from jaxserve.identity import content, identity
+from jaxserve.kv_stores import open_stores
 from jaxserve.metrics import EngineMetrics
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
@@ -30,7 +29,7 @@ from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.sharding import Parallel, head_layout, make_mesh
+from jaxserve.sharding import head_layout, make_mesh
 from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
@@ -46,6 +45,8 @@ class Limits:
     num_pages: int
     host_bytes: int
     """For KV pages that leave the devices."""
+    pool_bytes: int
+    """For KV pages in a sidecar's memory, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,15 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
                 link = Link(config, wanted, mesh, report)
             undo.callback(link.close)
         store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
-        programs, limits = size(config, model, specs, dtype, mesh, store, report, held=link.held if link else 0)
+        programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
+        hashes = None
+        if config.disk_kv_path is not None and (link is None or link.sidecar is None):
+            hashes = side.submit(content, source, config.cache_path)
         runner = _runner(config, programs, store, source, report, link)
         words = tokenizer.result()
         if config.kv_checksums and not limits.host_bytes:
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
-        stores = _stores(config, programs, runner, store, report)
+        stores = _stores(config, programs, limits, store, source, hashes, link, runner, report)
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
         limits.buckets,
@@ -136,14 +140,10 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs, link)
 
 
-def parallel_of(config: EngineConfig) -> Parallel:
-    return Parallel(config.tensor_parallel, config.expert_parallel)
-
-
 def mesh_of(config: EngineConfig) -> Mesh:
     """The devices the config asks for. Raises ``ConfigError`` where there are too few."""
     try:
-        return make_mesh(parallel_of(config))
+        return make_mesh(config.tensor_parallel, config.expert_parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -165,12 +165,11 @@ def size(
     mesh: Mesh,
     store: ExecutableStore,
     report: Report,
-    held: int = 0,
+    link: Link | None = None,
+    available: memory.Memory | None = None,
 ) -> tuple[ProgramSet, Limits]:
-    """Fill in the limits from the model, the device's kind and its measured memory.
-
-    ``held`` are bytes of each device that a sidecar gives to other models than this one.
-    """
+    """Fill in the limits from the model, the device's kind and its measured memory, of which a sidecar may hold some
+    for other models than this one."""
     device = mesh.devices.flat[0]
     gpu = device.platform != "cpu"
     max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
@@ -206,10 +205,14 @@ def size(
     if gpu:  # a probe with a two-page cache: arguments scale exactly, temporaries do not grow with the pool
         with report.phase("measure a step"):
             temporaries = step_bytes(programs(2, longest), store)
-    available = memory.measure(device)
+    available, held = available or memory.measure(device), link.held if link else 0
     budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
     most = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
-    num_pages = _steady(most, -(-longest // config.page_size) + 1, lambda n: store.has(programs(n, longest).zeros()))
+
+    def stored(pages: int) -> bool:
+        return store.has(programs(pages, min(longest, (pages - 1) * config.page_size)).zeros())
+
+    num_pages = _steady(most, -(-longest // config.page_size) + 1, stored)
     fits = (num_pages - 1) * config.page_size
     if fits < longest:
         if config.max_model_len is not None or fits < 2:
@@ -219,7 +222,10 @@ def size(
             )
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
-    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
+    pool_bytes = 0
+    if link is not None and link.sidecar is not None:
+        pool_bytes, host_bytes = host_bytes, memory.staging(host_bytes, longest * cache.token_bytes)
+    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes, pool_bytes)
 
 
 def _steady(most: int, least: int, stored: Callable[[int], bool]) -> int:
@@ -278,18 +284,33 @@ def _runner(
 
 
 def _stores(
-    config: EngineConfig, programs: ProgramSet, runner: Runner, store: ExecutableStore, report: Report
+    config: EngineConfig,
+    programs: ProgramSet,
+    limits: Limits,
+    store: ExecutableStore,
+    source: checkpoints.Checkpoint,
+    hashes: Future[dict[str, str]] | None,
+    link: Link | None,
+    runner: Runner,
+    report: Report,
 ) -> StoreTier | None:
-    """Open what keeps KV pages over restarts. Raises ``ConfigError`` where the folder cannot be used."""
-    if config.disk_kv_path is None:
+    """Open what keeps KV pages over restarts: a sidecar's pool, a folder, both or none."""
+    sidecar = None if link is None else link.sidecar
+    if not limits.host_bytes or (sidecar is None and config.disk_kv_path is None):
         return None
     with report.phase("KV pages of before"):
-        name = identity(programs, runner.weights, store)
-        try:
-            found = open_store(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
-        except DiskError as error:
-            raise ConfigError(f"disk_kv_path: {error}") from None
-        return StoreTier([found], runner.place)
+        found = link.content if link is not None else None
+        if found is None:
+            found = content(source, config.cache_path) if hashes is None else hashes.result()
+        return open_stores(
+            config,
+            identity(programs, found, store.environment),
+            record_bytes=programs.record_bytes,
+            pool_bytes=limits.pool_bytes,
+            sidecar=sidecar,
+            place=runner.place,
+            report=report,
+        )
 
 
 def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:

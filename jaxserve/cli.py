@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "serve a model by an OpenAI-style HTTP API",
     "generate": "complete prompts, or answer chat messages, without a server",
     "convert": "write a checkpoint as a sharded tree that needs no conversion to serve",
+    "warmup": "compile ahead of time what a configuration will load, and look after what is stored",
     "sidecar": "keep weights and KV pages in memory that outlives the engine",
 }
 """Modules under ``jaxserve/commands``, and what each does."""

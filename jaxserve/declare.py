@@ -9,6 +9,11 @@ from jaxserve.models.weights import IGNORED_TENSORS, param_specs
 from jaxserve.sharding import HeadLayout, Parallel, head_layout
 
 
+def parallel_of(config: EngineConfig) -> Parallel:
+    """How the devices share the model."""
+    return Parallel(config.tensor_parallel, config.expert_parallel)
+
+
 def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
     """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
     if isinstance(source, checkpoints.OrbaxCheckpoint) and config.dtype not in ("auto", model.dtype):

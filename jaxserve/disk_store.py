@@ -4,6 +4,7 @@
 takes ``kv-<identity>.2``, and so on.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -36,15 +37,16 @@ def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         mine, index = _lock(mine)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, index)
             _make_room(folder, mine, budget_bytes, records * (record_bytes + STRIDE))
             file = _open(mine / "records")
-            return RecordStore(
+            undo.callback(os.close, file)
+            store = RecordStore(
                 "disk", index, file, identity=identity, record_bytes=record_bytes, capacity=records, place=str(mine)
             )
-        except OSError:
-            os.close(index)
-            raise
+            undo.pop_all()
+        return store
     except DiskError:
         raise
     except OSError as error:

@@ -106,7 +106,7 @@ class Engine:
         """Nothing can run before a mask is ready."""
         self._grace = 0.0
         self.cache = scheduler.cache
-        self._stores = None if self.cache is None else self.cache.stores
+        self._stores = self.cache.stores
         if self._stores is not None:
             self._stores.notify = self._notify
         self.thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -205,7 +205,6 @@ class Engine:
         """What has come from the stores goes to the host tier; whoever waited for it can be admitted."""
         if self._stores is None or not self._stores.has_arrived:
             return
-        assert self.cache is not None
         assert self.cache.tier is not None
         for arrival in self._stores.arrived():
             for keys, data, source in arrival.blocks:
@@ -227,7 +226,7 @@ class Engine:
             return False
         if self._stores is not None and self._stores.has_arrived:
             return False
-        behind = self.cache is not None and bool(self.cache.backlog)
+        behind = bool(self.cache.backlog)
         if behind and not self._transfers and self._stores is not None and not self._stores.busy:
             return False
         if behind or self._transfers or self._writes:  # until the gauges are at rest too
@@ -266,7 +265,7 @@ class Engine:
 
     def _copy(self) -> None:
         """No step runs: launch by itself what would have gone with the next one."""
-        if self.cache is None or not self.cache.spills:
+        if not self.cache.spills:
             return
         spills = list(self.cache.spills)
         self.cache.spills.clear()
@@ -433,15 +432,12 @@ class Engine:
         self._note_transfers()
 
     def _note_transfers(self) -> None:
-        cache = self.cache
-        tier = None if cache is None else cache.tier
+        cache, tier = self.cache, self.cache.tier
         while self._transfers and self._transfers[0][0].ready:
             block, launched = self._transfers.popleft()
             self.metrics.spilled(block.nbytes, time.monotonic() - launched)
             if tier is not None:
                 tier.seal(block)
-        if cache is None:
-            return
         self.metrics.tiers(self.scheduler.pool.kept, len(self._transfers))
         if tier is not None:
             counts = tier.counts

@@ -45,11 +45,6 @@ class Program:
     model: str = ""
     """What it belongs to, for people."""
 
-    def memory_kinds(self) -> set[str | None]:
-        """Kinds of memory that arguments and results live in."""
-        places = [leaf.sharding for leaf in jax.tree.leaves(self.args)] + jax.tree.leaves(self.out_shardings)
-        return {place.memory_kind for place in places if place is not None}
-
 
 @dataclass
 class Tally:

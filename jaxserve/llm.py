@@ -188,7 +188,7 @@ class LLM:
         atexit.unregister(self._at_exit)
         self._built.runner.compiled.close()
         cache = self._engine.scheduler.cache
-        if cache is not None and not self._closed:
+        if not self._closed:
             keep(cache, self._built.runner if self._engine.error is None else None)
         self._closed = True
         if self._engine.error is None:
@@ -258,7 +258,7 @@ class LLM:
                 bad_words=bad,
                 constraint=None if grammar is None else grammar.start(),
                 priority=priority,
-                chain=None if cache is None else cache.chain(ids, cache_salt),
+                chain=cache.chain(ids, cache_salt) if self.config.prefix_caching else None,
             )
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None] * len(ids)

@@ -65,8 +65,8 @@ _LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cublas", "nvidia
 ANY_RUNTIME = "any"
 """The ``runtime`` of what was compiled without the device: no driver was seen, nothing was tuned on it."""
 
-ROOTS = ("jaxserve.programs", "jaxserve.identity")
-"""Where programs are made: with all that these import, they are the sources that shape programs."""
+ROOTS = ("jaxserve.programs",)
+"""Where programs are made: these and all that they import are the sources that shape programs."""
 NOT_TRACED = (
     "jaxserve.executables",
     "jaxserve.host_tier",
@@ -81,17 +81,20 @@ def environment(devices: Sequence[Any]) -> dict[str, str]:
     """What machine code depends on beside the program. ``devices`` are those it is compiled for, in order."""
     kind = devices[0].platform
     facts = {
+        **installed(),
         "platform": kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
         "device": f"{devices[0].device_kind} x{len(devices)}",
         "flags": " ".join(xla_flags(os.environ.get("XLA_FLAGS", ""))),
         "options": " ".join(f"{name}={getattr(jax.config, name, None)}" for name in _OPTIONS),
-        "sources": source_hash(),
     }
     if kind == "cpu":
         return {**facts, "cpu": cpu()}
     return {**facts, "plugin": _versions(_PLUGINS), "runtime": f"driver {driver()} {_versions(_LIBRARIES)}".strip()}
+
+
+def installed() -> dict[str, str]:
+    """The facts that hold for every device here."""
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "sources": source_hash()}
 
 
 def xla_flags(text: str) -> list[str]:
@@ -169,16 +172,19 @@ def reason(facts: Facts, stored: Iterable[Facts]) -> tuple[str, str]:
     nearest: list[str] | None = None
     old: Facts = {}
     for other in stored:
+        if other.get("platform") != facts["platform"]:
+            continue
         differ = [name for name in REASONS if facts.get(name, "") != other.get(name, "")]
         if nearest is None or len(differ) < len(nearest):
             nearest, old = differ, other
     if not nearest:
         return "new", REASONS["new"]
-    texts = [_difference(name, old.get(name, ""), facts.get(name, "")) for name in nearest]
+    texts = [difference(name, old.get(name, ""), facts.get(name, "")) for name in nearest]
     return nearest[0], ", ".join(texts)
 
 
-def _difference(name: str, old: str, new: str) -> str:
+def difference(name: str, old: str, new: str) -> str:
+    """In words."""
     if name in ("jax", "jaxlib", "device", "platform", "runtime", "plugin"):
         return f"{name} {old or 'none'} -> {new or 'none'}"
     return REASONS[name]

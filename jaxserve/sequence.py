@@ -54,6 +54,8 @@ class Sequence:
     """Pages that did not come from the device when it was last admitted, by where they came from."""
     fetched: bool = False
     """It has asked for what the stores have of it, and not been admitted since."""
+    reached: int = 0
+    """The most tokens it had computed when it was preempted."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0

@@ -27,6 +27,8 @@ from jaxserve.sidecar.start import connect_or_start
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+MOST_SHOWN = 50
+"""Differences in one message."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,12 @@ class Wanted:
         return files.unchanged(_files(offer), self.source.files, self.source.path)
 
     def differences(self, offer: dict[str, Any]) -> list[str]:
-        """Everything that keeps a model from being the wanted one, in words. Reads files that seem to have changed."""
+        """What keeps a model from being the wanted one, in words. Reads files that seem to have changed.
+
+        Files are compared where all fields are equal: no other model's are worth reading.
+        """
         found = key.differences(offer.get("key") or {}, self.key)
-        return found + files.differences(_files(offer), self.source.files, self.source.path)
+        return found or files.differences(_files(offer), self.source.files, self.source.path)
 
 
 class Link:
@@ -87,6 +92,8 @@ class Link:
         self._auto = config.sidecar == "auto"
         self.sidecar: Sidecar | None = None
         self._params: Params | None = None
+        self.content: dict[str, str] | None = None
+        """SHA-256 of the files that the weights were made from, by name; None where they come from disk."""
         self.held = 0
         """Bytes of one device that the sidecar has given to other models."""
         try:
@@ -150,6 +157,7 @@ class Link:
             for fd in descriptors:
                 os.close(fd)
         self._params = jax.tree.unflatten(tree, arrays)
+        self.content = {file.name: file.sha256 for file in _files(offer)}
         attached = time.perf_counter()
         self._report.add(
             "weights",
@@ -242,4 +250,8 @@ def _files(offer: dict[str, Any]) -> list[files.SourceFile]:
 
 
 def _mismatch(offer: dict[str, Any], differences: list[str]) -> str:
-    return f"the sidecar's {offer['name']} is not what this engine needs: {'; '.join(differences)}"
+    more = f"; and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
+    return (
+        f"the sidecar holds no weights that fit; those of {offer['name']} ({offer['path']}) differ: "
+        f"{'; '.join(differences[:MOST_SHOWN])}{more}"
+    )

@@ -7,6 +7,9 @@ from jaxserve.sidecar.layout import Layout
 from jaxserve.sidecar.loading import Arenas, Backend
 from jaxserve.sidecar.shared import SharedArenas
 
+HEADROOM = 256 << 20
+"""Bytes of host memory that are left for what is read and cast on the way."""
+
 
 class CpuBackend:
     """Shared host memory."""
@@ -17,7 +20,7 @@ class CpuBackend:
         return SharedArenas(name, layout.arenas)
 
     def free(self) -> int:
-        return memory.host().free
+        return memory.host().free - HEADROOM
 
 
 def backend(uuids: Sequence[str]) -> Backend:

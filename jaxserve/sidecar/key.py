@@ -48,19 +48,24 @@ def layout_version() -> str:
 
 
 def differences(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
-    """Every field that differs, with both values, in words."""
-    absent = object()
-    out = []
-    for name in [*want, *(name for name in have if name not in want)]:
-        theirs, mine = have.get(name, absent), want.get(name, absent)
-        if theirs != mine:
-            shown = ["absent" if value is absent else _shown(value) for value in (theirs, mine)]
-            out.append(f"{name}: {shown[0]} in the sidecar, {shown[1]} here")
+    """Every field that differs, with both values, in words; of lists and tables, the entries that do."""
+    if have == want:
+        return []
+    theirs, mine = _entries(have), _entries(want)
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return [
+        f"{name}: {theirs.get(name, 'absent')} in the sidecar, {mine.get(name, 'absent')} here"
+        for name in names
+        if theirs.get(name) != mine.get(name)
+    ]
+
+
+def _entries(value: Any, name: str = "") -> dict[str, str]:
+    """A JSON value as texts by dotted name."""
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if not children or not value:
+        return {name: json.dumps(value)}
+    out: dict[str, str] = {}
+    for key, child in children:
+        out |= _entries(child, f"{name}.{key}" if name else str(key))
     return out
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    if len(text) <= 200:
-        return text
-    return f"{text[:120]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"

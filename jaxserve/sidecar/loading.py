@@ -26,9 +26,6 @@ from jaxserve.sidecar.layout import Layout, Piece, Tensor, named, np_dtype, plan
 
 log = logging.getLogger(__name__)
 
-HEADROOM = 256 << 20
-"""Bytes of host memory that loading leaves free: for what is read and cast on the way."""
-
 
 class Arenas(Protocol):
     """Memory that lasts: ``shared.SharedArenas``, ``cuda.CudaArenas``."""
@@ -78,11 +75,8 @@ def load(wish: Wish, backend: Backend, progress: Progress) -> Loaded:
         progress.total = sum(t.piece_bytes(devices) * len(t.pieces) for t in layout.tensors)
         progress.key = key.fields(model, kind, devices, specs, wish.role)
         free = backend.free()
-        if layout.nbytes + HEADROOM > free:
-            raise SidecarError(
-                f"{wish.path} takes {layout.nbytes} bytes of memory, and {HEADROOM} on the way; {free} are free",
-                "memory",
-            )
+        if layout.nbytes > free:
+            raise SidecarError(f"{wish.path} takes {layout.nbytes} bytes of memory; {max(0, free)} are free", "memory")
         hashes = pool.map(files.sha256, sources)
         arenas = backend.allocate(root.stem, layout)
         try:
@@ -118,7 +112,7 @@ def _filler(source: checkpoints.Checkpoint, specs: params.Specs, dtype: str) -> 
     from jaxserve.sharding import make_mesh
 
     jax.config.update("jax_platforms", "cpu")
-    tree = checkpoints.load_tree(source.path, params.abstract(specs, dtype, make_mesh(Parallel())))
+    tree = checkpoints.load_tree(source.path, params.abstract(specs, dtype, make_mesh(1)))
     leaves = dict(zip(named(specs), jax.tree.leaves(tree), strict=True))
     return lambda name, spec, index: np.asarray(leaves[name])[index]
 

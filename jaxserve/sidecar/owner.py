@@ -91,7 +91,11 @@ class Owner:
             while not self.stopping or self._last_words():
                 for key, events in self._selector.select(0.5):
                     if isinstance(key.data, Connection):
-                        self._serve_one(key.data, events)
+                        try:
+                            self._serve_one(key.data, events)
+                        except Exception:  # one client's trouble is no other's
+                            log.exception("a connection failed")
+                            self._close(key.data)
                     else:
                         key.data(key.fileobj)
                 self._expire()
@@ -138,8 +142,8 @@ class Owner:
         if uid != self.uid or len(self._connections) >= MAX_CONNECTIONS:
             why = "this sidecar answers its own user only" if uid != self.uid else "too many connections"
             code = "refused" if uid != self.uid else "busy"
-            wire.send_some(sock, memoryview(wire.encode(_error(SidecarError(why, code)))), [])
-            sock.close()
+            with sock, contextlib.suppress(OSError):  # it may have gone
+                wire.send_some(sock, memoryview(wire.encode(_error(SidecarError(why, code)))), [])
             return
         connection = Connection(sock, pid)
         self._connections.add(connection)
@@ -203,7 +207,8 @@ class Owner:
             data = wire.encode(_error(error))
         if not connection.replies:
             connection.moved = time.monotonic()
-        connection.replies.append((memoryview(data), list(descriptors)))
+        # Its own descriptors: what is evicted before they have gone might be another file by then.
+        connection.replies.append((memoryview(data), [os.dup(fd) for fd in descriptors]))
         connection.unread += len(data)
         self._write(connection)
 
@@ -214,6 +219,7 @@ class Owner:
                 sent = wire.send_some(connection.sock, data, descriptors)
                 if not sent:
                     break
+                _close_all(descriptors)
                 connection.moved = time.monotonic()
                 connection.unread -= sent
                 if sent == len(data):
@@ -265,6 +271,8 @@ class Owner:
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
+        for _, descriptors in connection.replies:
+            _close_all(descriptors)
         self.holdings.leave(connection.client)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -345,6 +353,11 @@ class Owner:
     def _stop(self, connection: Connection, message: wire.Message) -> Reply:
         self.stopping = True
         return {"ok": True, "pid": os.getpid()}, []
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _error(error: SidecarError) -> wire.Message:

@@ -86,7 +86,8 @@ def call(sock: socket.socket, message: Message, seconds: float) -> tuple[Message
     descriptors: list[int] = []
     try:
         sock.settimeout(seconds)
-        sock.sendall(encode(message, MAX_REQUEST))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # why it hung up may be there to be read
+            sock.sendall(encode(message, MAX_REQUEST))
         frames = Frames(MAX_REPLY)
         bodies: list[bytes] = []
         while not bodies:
