@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoints
-from jaxserve import memory, models, params
+from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
