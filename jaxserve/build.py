@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoints
-from jaxserve import memory, models, params
+from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.declare import declare, resolve_dtype
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
@@ -89,7 +89,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
             mesh = mesh_of(config)
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
-        specs = declare(model, config.tensor_parallel, source)
+        specs = declare(model, parallel_of(config), source, dtype)
         link = None
         if config.uses_sidecar:
             with report.phase("find the sidecar"):
@@ -155,7 +155,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
 def mesh_of(config: EngineConfig) -> Mesh:
     """The devices the config asks for. Raises ``ConfigError`` where there are too few."""
     try:
-        return make_mesh(config.tensor_parallel)
+        return make_mesh(config.tensor_parallel, config.expert_parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -383,7 +383,8 @@ def _describe(
         format=source.format,
         parameters=count,
     )
-    report.add("run", dtype=dtype, weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
+    report.add("run", dtype=dtype, quantization=str(quantization.rule(source.config) or "none"))
+    report.add("run", weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
     report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])
     report.add("run", attention="reference (jnp): no GPU kernel is built yet")
     page = programs.cache.token_bytes * config.page_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.rope import RopeConfig
+from jaxserve.layer_spec import LayerSpec
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -22,22 +22,12 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """What distinguishes one decoder layer from the next. Layers with equal specs share one compiled program."""
-
-    rope: RopeConfig
-    window: int | None = None
-    """Tokens a query sees, itself included; None sees all."""
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention and a gated MLP. Letters as in docs/shapes.md."""
+    """A decoder-only transformer: what all its layers share. Letters as in docs/shapes.md."""
 
     model_type: str
     vocab_size: int  # V
     hidden_size: int  # E
-    intermediate_size: int  # F
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # D
@@ -45,10 +35,10 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     tie_embeddings: bool
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    embed_scale: float = 1.0
+    """Embeddings are multiplied by it, rounded to their dtype."""
+    logit_softcap: float | None = None
+    """Logits become ``logit_softcap * tanh(logit / logit_softcap)``."""
     dtype: str | None = None
     """The dtype the checkpoint says it was saved in."""
 
@@ -69,6 +59,9 @@ class EngineConfig:
     served_name: str | None = _option(None, "The name clients call the model by; the model argument by default.")
     dtype: str = _option("auto", "Weights and KV cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     tensor_parallel: int = _option(1, "Devices to shard the weights and the KV heads over.")
+    expert_parallel: int = _option(
+        1, "Groups of devices that experts are divided among; a divisor of tensor_parallel. Experts are cut otherwise."
+    )
     max_model_len: int | None = _option(None, "Longest sequence, prompt and output; the model's own limit by default.")
     max_num_seqs: int | None = _option(None, "Most sequences running at once; 64 on a CPU, 256 on a GPU by default.")
     max_num_batched_tokens: int | None = _option(
@@ -121,6 +114,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low in (
             ("tensor_parallel", 1),
+            ("expert_parallel", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -134,6 +128,10 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.tensor_parallel % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel ({self.expert_parallel}) must divide tensor_parallel ({self.tensor_parallel})"
+            )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
         share = self.device_memory_utilization
@@ -170,6 +168,8 @@ class EngineConfig:
         if not self.uses_sidecar and (self.sidecar_dir is not None or self.sidecar_fallback != "error"):
             name = "sidecar_dir" if self.sidecar_dir is not None else "sidecar_fallback"
             raise ConfigError(f"{name} needs load_format sidecar or sidecar auto")
+        if self.uses_sidecar and self.expert_parallel != 1:
+            raise ConfigError("expert_parallel needs weights from the checkpoint: a sidecar cuts every expert by width")
         wait = self.sidecar_timeout
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86_400:
             raise ConfigError(f"sidecar_timeout must be seconds in (0, 86400], got {wait!r}")

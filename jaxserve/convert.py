@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
-from jaxserve import models, params
+from jaxserve import models, params, quantization
 from jaxserve.build import mesh_of
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.declare import declare, resolve_dtype
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 
 
 def convert(
@@ -30,8 +30,10 @@ def convert(
             raise ConfigError(f"{src} is a converted folder already")
         model = models.model_config(source.config)
         mesh = mesh_of(config)
-        specs = declare(model, tensor_parallel, source)
+        if quantization.rule(source.config) is not None:
+            raise ConfigError(f"{src} is quantized: it is served as it is, without conversion")
         kind = resolve_dtype(config, source, model)
+        specs = declare(model, parallel_of(config), source, kind)
         weights = params.load(specs, source, kind, mesh, progress)
         meta = {
             "config": {**source.config, "dtype": kind},

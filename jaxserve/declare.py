@@ -3,10 +3,15 @@
 import dataclasses
 
 import checkpoints
-from jaxserve import params
+from jaxserve import models, params, quantization
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.models import dense
-from jaxserve.sharding import HeadLayout, head_layout
+from jaxserve.models.weights import IGNORED_TENSORS, param_specs
+from jaxserve.sharding import HeadLayout, Parallel, head_layout
+
+
+def parallel_of(config: EngineConfig) -> Parallel:
+    """How the devices share the model."""
+    return Parallel(config.tensor_parallel, config.expert_parallel)
 
 
 def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
@@ -24,27 +29,31 @@ def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: M
     return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
 
 
-def declare(model: ModelConfig, tensor_parallel: int, source: checkpoints.Checkpoint) -> params.Specs:
-    """The model's parameters, checked against the checkpoint's tensors."""
+def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str) -> params.Specs:
+    """The model's parameters, checked against the checkpoint's tensors. ``dtype`` is the engine's."""
+    family = models.FAMILIES[model.model_type]
     if isinstance(source, checkpoints.OrbaxCheckpoint):
         saved = (source.meta.get("layout") or {}).get("tensor_parallel")
         if not isinstance(saved, int) or saved < 1:
             raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
-        _check_layout(model, saved, tensor_parallel)
-        tied = "head" not in source.tensors
-        return dense.param_specs(dataclasses.replace(model, tie_embeddings=tied), tensor_parallel, ())
-    specs = dense.param_specs(model, tensor_parallel, source.tensors)
-    params.check(specs, source, dense.IGNORED_TENSORS)
+        model = dataclasses.replace(model, tie_embeddings="head" not in source.tensors)
+        _check_layout(model, Parallel(saved), parallel)
+        return param_specs(model, family, parallel, ())
+    specs = param_specs(model, family, parallel, source.tensors)
+    rule = quantization.rule(source.config)
+    if isinstance(rule, quantization.BlockFp8):
+        specs = quantization.quantized(specs, rule, source, parallel, dtype)
+    params.check(specs, source, IGNORED_TENSORS, family.unused(model))
     return specs
 
 
-def _check_layout(model: ModelConfig, saved: int, wanted: int) -> None:
-    def layout(devices: int) -> tuple[HeadLayout, int, int]:
-        heads = head_layout(model.num_heads, model.num_kv_heads, devices)
-        return heads, -model.vocab_size % devices, -model.intermediate_size % devices
+def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:
+    def layout(parallel: Parallel) -> tuple[HeadLayout, list[tuple[int, ...]]]:
+        specs = param_specs(model, models.FAMILIES[model.model_type], parallel, ())
+        return head_layout(model.num_heads, model.num_kv_heads, parallel.devices), params.shapes(specs)
 
     if layout(saved) != layout(wanted):
         raise ConfigError(
-            f"tensor_parallel {wanted}: this folder was converted for tensor_parallel {saved}, which lays heads out "
-            "differently; convert the original again"
+            f"tensor_parallel {wanted.devices}: this folder was converted for tensor_parallel {saved.devices}, which "
+            "lays heads out differently; convert the original again"
         )

@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.buckets import StepBucket
-from jaxserve.config import LayerSpec, ModelConfig
-from jaxserve.layers import linear, query_scale, rms_norm, rope_table, rotate
+from jaxserve.config import ModelConfig
+from jaxserve.layer_spec import Attention, LayerSpec, Moe
+from jaxserve.layers import linear, mlp, query_scale, rms_norm, rope_table, rotate
+from jaxserve.moe import moe
 from jaxserve.params import Params
 from pallas_kernels.paged_attention import paged_attention
 
@@ -20,7 +23,7 @@ class Context(NamedTuple):
     """What the layers share in a step."""
 
     rope: jax.Array  # float32 [ropes, 2, T, dim / 2]
-    where: jax.Array  # int32 [3, T]: page and offset each token is written to, and its position
+    where: jax.Array  # int32 [3, T]: page and offset each token is written to (page 0: padding), and its position
     tables: jax.Array  # int32 [N, W]: pages of each row's sequence
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
 
@@ -60,7 +63,7 @@ def restore_pages(
 
 
 def ropes(cfg: ModelConfig) -> list:
-    return list(dict.fromkeys(spec.rope for spec in cfg.layers))
+    return list(dict.fromkeys(spec.mixer.rope for spec in cfg.layers))
 
 
 def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
@@ -76,30 +79,44 @@ def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Ar
     return Context(rope_table(ropes(cfg), position), where, tables, spans)
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
+def embed(cfg: ModelConfig, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Token embeddings, float32 ``[T, E]``."""
-    return params["embed"][tokens].astype(jnp.float32)
+    rows = table[tokens].astype(jnp.float32)
+    return rows if cfg.embed_scale == 1.0 else rows * jnp.asarray(cfg.embed_scale, table.dtype).astype(jnp.float32)
 
 
 def layer(
-    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: jax.Array, x: jax.Array, ctx: Context
+    cfg: ModelConfig,
+    spec: LayerSpec,
+    bucket: StepBucket,
+    mesh: Mesh,
+    params: Params,
+    kv: jax.Array,
+    x: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """One pre-norm block over ``x [T, E]``; writes the step's keys and values into its pages ``kv [P, 2, K, G, D]`` and
+    """One block over ``x [T, E]``; writes the step's keys and values into its pages ``kv [P, 2, K, G, D]`` and
     attends over them."""
-    attended, kv = _attention(cfg, spec, bucket, params, kv, rms_norm(x, params["attn_norm"], cfg.norm_eps), ctx)
-    x = x + attended
-    return x + _mlp(params, rms_norm(x, params["mlp_norm"], cfg.norm_eps)), kv
+    normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
+    out, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
+    x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
+    normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
+    if isinstance(spec.ffn, Moe):
+        out = moe(spec.ffn, mesh, params, normed, real=ctx.where[0] > 0)
+    else:
+        out = mlp(spec.ffn, params, normed)
+    return x + (rms_norm(out, params["mlp_post_norm"], cfg.norm_eps) if spec.sandwich else out), kv
 
 
 def _attention(
-    cfg: ModelConfig, spec: LayerSpec, bucket: StepBucket, params: Params, kv: jax.Array, x: jax.Array, ctx: Context
+    cfg: ModelConfig, spec: Attention, bucket: StepBucket, params: Params, kv: jax.Array, x: jax.Array, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     tokens = x.shape[0]
     fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
-    if "qkv_bias" in params:
+    if spec.qkv_bias:
         fused = fused + params["qkv_bias"]
     q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
-    if cfg.qk_norm:
+    if spec.qk_norm:
         q, k = rms_norm(q, params["q_norm"], cfg.norm_eps), rms_norm(k, params["k_norm"], cfg.norm_eps)
     table = ctx.rope[ropes(cfg).index(spec.rope)]
     q, k = rotate(q, table), rotate(k, table)
@@ -111,8 +128,17 @@ def _attention(
     def attend(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]
         rows = q.reshape(last - first, -1, *q.shape[1:])
-        scale = cfg.head_dim**-0.5
-        out = paged_attention(rows, kv, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window)
+        out = paged_attention(
+            rows,
+            kv,
+            ctx.tables[first:last],
+            starts,
+            counts,
+            scale=cfg.head_dim**-0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=params["sinks"] if spec.sinks else None,
+        )
         return out.reshape(q.shape)
 
     parts = []
@@ -121,22 +147,16 @@ def _attention(
     if bucket.blocks:
         parts.append(attend(q[bucket.decodes :], bucket.decodes, bucket.rows))
     mixed = jnp.concatenate(parts).reshape(tokens, -1)
-    out = linear(mixed, params["o"].reshape(cfg.hidden_size, -1))
-    return out + params["o_bias"] if "o_bias" in params else out, kv
-
-
-def _mlp(params: Params, x: jax.Array) -> jax.Array:
-    gate, up = linear(x, params["gate"]), linear(x, params["up"])  # [T, F]
-    if "gate_bias" in params:
-        gate, up = gate + params["gate_bias"], up + params["up_bias"]
-    out = linear(jax.nn.silu(gate) * up, params["down"])
-    return out + params["down_bias"] if "down_bias" in params else out
+    out = linear(mixed, params["o"], inputs=3)
+    return out + params["o_bias"] if spec.o_bias else out, kv
 
 
 def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits ``[S, V]`` in float32 of hidden rows ``x [S, E]``; vocabulary rows added by padding are masked."""
     x = rms_norm(x, params["norm"], cfg.norm_eps)
     logits = linear(x, params["head"] if "head" in params else params["embed"])
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     if logits.shape[1] == cfg.vocab_size:
         return logits
     return jnp.where(jnp.arange(logits.shape[1]) < cfg.vocab_size, logits, -jnp.inf)

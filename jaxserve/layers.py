@@ -1,34 +1,61 @@
 """The small building blocks: linear maps, norms and rotary embedding. Pure functions; activations are float32."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.layer_spec import Activation, Dense
+from jaxserve.quantization import MxArray, QuantArray, Weight
 from jaxserve.rope import RopeConfig
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``.
+def linear(x: jax.Array, weight: Weight, inputs: int = 1) -> jax.Array:
+    """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``; ``in`` are the
+    last ``inputs`` axes of the weight.
 
     Weights keep the orientation they have on disk, and are contracted as matrices: XLA's CPU backend copies a weight of
     more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times
     slower).
     """
-    rows = x.shape[0]
+    rows, outer = x.shape[0], weight.shape[: len(weight.shape) - inputs]
+    if isinstance(weight, QuantArray):
+        return weight.matmul(x, inputs).reshape(rows, *outer)
+    if isinstance(weight, MxArray):
+        weight = weight.dequantize()
     x = x.astype(weight.dtype)
     if rows == 1 and weight.dtype.itemsize < 4:
         x = jnp.concatenate([x, x])
-    matrix = weight.reshape(-1, weight.shape[-1])
+    matrix = weight.reshape(math.prod(outer), -1)
     out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return out[:rows].reshape(rows, *weight.shape[:-1])
+    return out[:rows].reshape(rows, *outer)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, times ``weight`` (arXiv 1910.07467), in float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+
+
+def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Join the two halves of a gated feed-forward network, ``[..., F]`` each."""
+    if activation.limit is not None:
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    if activation.kind == "swish_up_one":
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
+    return (jax.nn.gelu(gate, approximate=True) if activation.kind == "gelu_tanh" else jax.nn.silu(gate)) * up
+
+
+def mlp(spec: Dense, params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A gated feed-forward network over ``x [T, E]``, float32 ``[T, E]``."""
+    gate, up = linear(x, params["gate"]), linear(x, params["up"])  # [T, F]
+    if spec.bias:
+        gate, up = gate + params["gate_bias"], up + params["up_bias"]
+    out = linear(gated(spec.activation, gate, up), params["down"])
+    return out + params["down_bias"] if spec.bias else out
 
 
 def rope_table(ropes: Sequence[RopeConfig], positions: jax.Array) -> jax.Array:

@@ -39,10 +39,12 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     pieces: Mapping[str, tuple[int, ...]]
     fill: Callable[[Source, Index], np.ndarray]
-    float32: bool = False
-    """Kept in float32 whatever the engine's dtype."""
+    dtype: str | None = None
+    """Kept in this dtype; None: in the engine's."""
     ones: bool = False
     """Random initialization: around one (norms) rather than around zero."""
+    inputs: int = 1
+    """Of a matrix, how many axes from the last are what a product contracts over: the columns on disk."""
 
 
 Specs = Any  # a pytree of ParamSpec
@@ -59,7 +61,7 @@ def _map(f: Callable[[ParamSpec], Any], specs: Specs) -> Any:
 
 
 def _dtype(spec: ParamSpec, dtype: str) -> jnp.dtype:
-    return jnp.dtype("float32" if spec.float32 else dtype)
+    return jnp.dtype(spec.dtype or dtype)
 
 
 def abstract(specs: Specs, dtype: str, mesh: Mesh) -> Abstract:
@@ -72,8 +74,13 @@ def nbytes(specs: Specs, dtype: str) -> int:
     return sum(int(np.prod(s.shape)) * _dtype(s, dtype).itemsize for s in _leaves(specs))
 
 
-def check(specs: Specs, source: Source, ignored: Iterable[str] = ()) -> None:
-    """Compare names and shapes with the checkpoint.
+def shapes(specs: Specs) -> list[tuple[int, ...]]:
+    """The shapes of all parameters in memory."""
+    return [spec.shape for spec in _leaves(specs)]
+
+
+def check(specs: Specs, source: Source, endings: Iterable[str] = (), beginnings: Iterable[str] = ()) -> None:
+    """Compare names and shapes with the checkpoint. Tensors whose names end or begin as given may be left over.
 
     Raises ``WeightError`` listing what is missing, unused or misshapen.
     """
@@ -87,8 +94,9 @@ def check(specs: Specs, source: Source, ignored: Iterable[str] = ()) -> None:
         for name, shape in expected.items()
         if name in have and have[name] != shape
     ]
-    skip = tuple(ignored)
-    problems += [f"unexpected tensor {name}" for name in have if name not in expected and not name.endswith(skip)]
+    unknown = [name for name in have if name not in expected]
+    spare = (tuple(endings), tuple(beginnings))
+    problems += [f"unexpected tensor {n}" for n in unknown if not n.endswith(spare[0]) and not n.startswith(spare[1])]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise WeightError(f"the checkpoint does not fit the model: {shown}")
@@ -156,9 +164,13 @@ def random(specs: Specs, dtype: str, mesh: Mesh, seed: int = 0) -> Params:
     return jax.tree.unflatten(tree, [make(i, s) for i, s in enumerate(leaves)])
 
 
-def vector(name: str, size: int) -> ParamSpec:
-    """A replicated float32 vector read as it is (norm weights)."""
-    return ParamSpec((size,), (None,), {name: (size,)}, lambda source, i: source.read(name)[i], True, True)
+def vector(name: str, size: int, plus: float = 0.0) -> ParamSpec:
+    """A replicated float32 vector, read with ``plus`` added (norm weights)."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        return source.read(name)[index].astype(np.float32) + np.float32(plus)
+
+    return ParamSpec((size,), (None,), {name: (size,)}, fill, dtype="float32", ones=True)
 
 
 def rows(name: str, shape: tuple[int, ...], padded: int, axis: str) -> ParamSpec:

@@ -21,9 +21,10 @@ from jaxserve import decoder, sampler
 from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec
-from jaxserve.config import LayerSpec, ModelConfig
+from jaxserve.config import ModelConfig
 from jaxserve.executables import Program
 from jaxserve.host_tier import SIZES
+from jaxserve.layer_spec import LayerSpec
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sharding import head_layout, sharding
@@ -130,7 +131,7 @@ class ProgramSet:
         return self.array((rows, self.cfg.hidden_size), jnp.float32)
 
     def context(self, bucket: StepBucket) -> decoder.Context:
-        half = self.cfg.layers[0].rope.dim // 2
+        half = self.cfg.layers[0].mixer.rope.dim // 2
         ropes = len(decoder.ropes(self.cfg))
         return decoder.Context(
             self.array((ropes, 2, bucket.tokens, half), jnp.float32),
@@ -229,7 +230,7 @@ class ProgramSet:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:
             tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
             ctx = decoder.context(self.cfg, bucket, self.page_size, tables, spans)
-            return decoder.embed({"embed": table}, jnp.concatenate([last_token[slots], tokens])), ctx
+            return decoder.embed(self.cfg, table, jnp.concatenate([last_token[slots], tokens])), ctx
 
         ints = self.array((ints_size(bucket, self.width),), jnp.int32)
         out = (self.hidden(bucket.tokens), self.context(bucket))
@@ -241,7 +242,7 @@ class ProgramSet:
         def layers(weights: list, kvs: list, x: jax.Array, ctx: decoder.Context) -> tuple[list, jax.Array]:
             out = []
             for spec, weight, kv in zip(specs, weights, kvs, strict=True):
-                x, kv = decoder.layer(self.cfg, spec, bucket, weight, kv, x, ctx)
+                x, kv = decoder.layer(self.cfg, spec, bucket, self.mesh, weight, kv, x, ctx)
                 out.append(kv)
             return out, x
 

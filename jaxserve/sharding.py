@@ -1,9 +1,10 @@
 """Where arrays live: the device mesh, the rules from logical to mesh axes, and the physical layout of attention heads.
 
-A weight or cache names its dimensions by logical axes ("kv_heads", "ff", "vocab"); ``RULES`` says which mesh axis
-shards each. Heads rarely divide by the number of devices, so ``HeadLayout`` pads and replicates them once, at load.
+A weight or cache names its dimensions by logical axes ("kv_heads", "ff", "vocab"); ``RULES`` says which mesh axes
+shard each. Heads rarely divide by the number of devices, so ``HeadLayout`` pads and replicates them once, at load.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,21 +12,60 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-RULES: dict[str, str | None] = {"kv_heads": "tensor", "ff": "tensor", "vocab": "tensor"}
-"""Logical axis to mesh axis; an axis that is not listed is replicated."""
+DEVICES = ("expert", "tensor")
+"""The mesh axes: groups of devices that hold different experts, and the devices of a group."""
+
+RULES: dict[str, str | tuple[str, ...]] = {
+    "kv_heads": DEVICES,
+    "ff": DEVICES,
+    "vocab": DEVICES,
+    "experts": "expert",
+    "expert_ff": "tensor",
+}
+"""Logical axis to mesh axes; an axis that is not listed is replicated."""
 
 
-def make_mesh(tensor_parallel: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A one-dimensional mesh ``("tensor",)`` over the first devices. Raises ValueError where there are too few."""
-    devices = list(devices if devices is not None else jax.devices())
-    if len(devices) < tensor_parallel:
-        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(devices)} device(s) are visible")
-    return Mesh(np.array(devices[:tensor_parallel]), ("tensor",))
+@dataclass(frozen=True)
+class Parallel:
+    """How many devices share a model, and in how many groups of them the experts are divided."""
+
+    devices: int = 1
+    expert_groups: int = 1
+
+    @property
+    def group(self) -> int:
+        """Devices that share the width of an expert."""
+        return self.devices // self.expert_groups
+
+
+def make_mesh(
+    tensor_parallel: int, expert_parallel: int = 1, devices: Sequence[jax.Device] | np.ndarray | None = None
+) -> Mesh:
+    """A mesh ``[expert_parallel, tensor_parallel / expert_parallel]`` of the first ``tensor_parallel`` devices.
+
+    Raises ValueError where there are too few.
+    """
+    found = np.asarray(devices if devices is not None else jax.devices())
+    if len(found) < tensor_parallel:
+        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(found)} device(s) are visible")
+    return Mesh(found[:tensor_parallel].reshape(expert_parallel, -1), DEVICES)
+
+
+def partition(axes: Sequence[str | None] = ()) -> PartitionSpec:
+    """How the mesh shards an array whose dimensions carry these logical axes (none: replicated)."""
+    return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None] = ()) -> NamedSharding:
-    """The sharding of an array whose dimensions carry these logical axes (none: replicated)."""
-    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
+    """The same as a sharding over the mesh's devices."""
+    return NamedSharding(mesh, partition(axes))
+
+
+def shards(axis: str | None, parallel: Parallel) -> int:
+    """How many parts an array's dimension with this logical axis is cut into."""
+    sizes = {"expert": parallel.expert_groups, "tensor": parallel.group}
+    rule = RULES.get(axis, ()) if axis else ()
+    return math.prod(sizes[name] for name in ([rule] if isinstance(rule, str) else rule))
 
 
 def pad_to_multiple(size: int, multiple: int) -> int:

@@ -16,8 +16,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.memory import Memory
+from jaxserve.sharding import make_mesh
 
 SHARE = 0.75
 """Of a device's memory, what XLA takes unless told otherwise."""
@@ -128,12 +129,12 @@ def _ptxas_in_wheels() -> bool:
     return any(True for folder in folders for _ in folder.glob("*/bin/ptxas"))
 
 
-def mesh_of(target: Target, tensor_parallel: int) -> Mesh:
+def mesh_of(target: Target, config: EngineConfig) -> Mesh:
     """A mesh of devices that are only described."""
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", target_config=target.text, topology=f"1x1x{tensor_parallel}"
+            platform="cuda", target_config=target.text, topology=f"1x1x{config.tensor_parallel}"
         )
     except Exception as error:  # whatever the plugin raises: it is not jax's to name
         raise ConfigError(f"--target: XLA cannot compile for it here: {str(error)[:300]}") from None
-    return Mesh(np.array(found.devices), ("tensor",))
+    return make_mesh(config.tensor_parallel, config.expert_parallel, np.array(found.devices))

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 import checkpoints
 from jaxserve import build, entries, models, params, program_key, targets
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.declare import declare, resolve_dtype
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.entries import Entry
 from jaxserve.executables import ExecutableStore, Tally
 from jaxserve.host_tier import SIZES
-from jaxserve.models import dense
+from jaxserve.models.weights import param_specs
 from jaxserve.programs import ProgramSet
 from jaxserve.report import Report
 
@@ -73,7 +73,7 @@ def warm(
             config, host_kv_gib=0.0, disk_kv_path=None, disk_kv_gib=None, kv_checksums=False, load_format="auto"
         )
         notes.append("nothing was tuned on the device; the first start there says how many programs came from here")
-    mesh = build.mesh_of(config) if described is None else targets.mesh_of(described, config.tensor_parallel)
+    mesh = build.mesh_of(config) if described is None else targets.mesh_of(described, config)
     store = ExecutableStore(
         config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30), ahead=described is not None
     )
@@ -100,10 +100,12 @@ def _declared(config: EngineConfig) -> Declared:
             raise ConfigError(f"{path}/config.json: {error}") from None
         known = model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
         dtype = known if config.dtype == "auto" else config.dtype
-        return model, dense.param_specs(model, config.tensor_parallel, ()), dtype
+        family = models.FAMILIES[model.model_type]
+        return model, param_specs(model, family, parallel_of(config), ()), dtype
     with checkpoints.open_checkpoint(path) as source:
         model = models.model_config(source.config)
-        return model, declare(model, config.tensor_parallel, source), resolve_dtype(config, source, model)
+        dtype = resolve_dtype(config, source, model)
+        return model, declare(model, parallel_of(config), source, dtype), dtype
 
 
 def _converted(path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import checkpoints
 import jaxserve
 from jaxserve import memory, models
-from jaxserve.declare import declare, resolve_dtype
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.report import Report
 from jaxserve.sharding import make_mesh
 from jaxserve.sidecar import backends
@@ -129,7 +129,7 @@ def link(
     with checkpoints.open_checkpoint(checkpoints.resolve_model(str(model))) as source:
         cfg = models.model_config(source.config)
         dtype = resolve_dtype(config, source, cfg)
-        specs = declare(cfg, config.tensor_parallel, source)
+        specs = declare(cfg, parallel_of(config), source, dtype)
         wanted = Wanted.of(source, cfg, specs, dtype, config.tensor_parallel, gpu=False, role=role)
         mesh = make_mesh(config.tensor_parallel)
         made = Link(config, wanted, mesh, report or Report())

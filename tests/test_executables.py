@@ -96,7 +96,8 @@ def test_editing_a_traced_source_changes_the_key(monkeypatch: pytest.MonkeyPatch
     for path in sorted(root.glob("*.py")):
         monkeypatch.setattr(Path, "read_bytes", lambda self, path=path: read(self) + b"#" * (self == path))
         edited[path.stem] = program_key.source_hash() != before
-    for name in ("sampler", "decoder", "layers", "programs", "rope", "buckets", "batch", "config"):
+    traced = ("sampler", "decoder", "layers", "layer_spec", "moe", "experts", "programs", "rope", "buckets", "batch")
+    for name in (*traced, "config"):
         assert edited[name], name
     for name in ("scheduler", "engine", "llm", "output", "cli", "request", "executables", "build", "metrics"):
         assert not edited[name], name
@@ -465,12 +466,13 @@ def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) ->
     assert keys == {p.name: made.path(p) for p in programs.programs()}
     assert len(set(keys.values())) == len(keys)
     cfg = programs.cfg
-    rope = dataclasses.replace(cfg.layers[0].rope, factor=9.0)
-    window = dataclasses.replace(cfg.layers[0], window=7)
+    mixer = cfg.layers[0].mixer
+    rope = dataclasses.replace(mixer, rope=dataclasses.replace(mixer.rope, factor=9.0))
+    window = dataclasses.replace(cfg.layers[0], mixer=dataclasses.replace(mixer, window=7))
     changes = {
         "norm_eps": dataclasses.replace(programs, cfg=dataclasses.replace(cfg, norm_eps=1e-3)),
         "rope": dataclasses.replace(
-            programs, cfg=dataclasses.replace(cfg, layers=tuple(dataclasses.replace(s, rope=rope) for s in cfg.layers))
+            programs, cfg=dataclasses.replace(cfg, layers=tuple(dataclasses.replace(s, mixer=rope) for s in cfg.layers))
         ),
         "window": dataclasses.replace(programs, cfg=dataclasses.replace(cfg, layers=(window, *cfg.layers[1:]))),
         "page_size": dataclasses.replace(programs, page_size=16),

@@ -19,6 +19,7 @@ import jaxserve
 from jaxserve import cli, params
 from jaxserve.convert import convert
 from jaxserve.report import Report
+from jaxserve.sharding import Parallel, make_mesh
 from jaxserve.sidecar import SidecarError, layout, shared
 from jaxserve.sidecar.client import Sidecar
 from jaxserve.sidecar.place import Place
@@ -84,12 +85,11 @@ def link_specs(family, devices):
     import checkpoints
     from jaxserve import models
     from jaxserve.declare import declare
-    from jaxserve.sharding import make_mesh
 
     @contextlib.contextmanager
     def made():
         with checkpoints.open_checkpoint(FIXTURES / family) as source:
-            yield declare(models.model_config(source.config), devices, source), make_mesh(devices)
+            yield declare(models.model_config(source.config), Parallel(devices), source, "float32"), make_mesh(devices)
 
     return made()
 
@@ -103,7 +103,7 @@ def test_attached_memory_is_not_copied():
     for i, tensor in enumerate(tensors):
         arenas.room(tensor.pieces, layout.np_dtype("bfloat16"), tensor.shape)[...] = i
     arenas.seal()
-    mesh = params.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    mesh = make_mesh(2)
     before = rss_anon()
     arrays = shared.attach(
         arenas.descriptors,
@@ -127,7 +127,7 @@ def test_sealed_memory_cannot_be_changed_and_other_memory_is_refused():
     with pytest.raises(PermissionError):
         os.ftruncate(arenas.descriptors[0], 0)
     tensors = (layout.Tensor("t", "float32", (8,), None, (layout.Piece(0, 0),)),)
-    mesh = params.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    mesh = make_mesh(1)
     loose = os.memfd_create("loose")
     os.ftruncate(loose, 4096)
     try:

@@ -17,7 +17,7 @@ from tiny import FIXTURES
 import checkpoints
 from jaxserve import models, params
 from jaxserve.declare import declare
-from jaxserve.sharding import make_mesh, sharding
+from jaxserve.sharding import Parallel, make_mesh, sharding
 from jaxserve.sidecar import SidecarError, cuda, dlpack, groups, holdings, layout, loading
 
 
@@ -163,7 +163,7 @@ def test_weights_go_to_the_gpus_and_come_out_the_same(devices):
     assert loading.verify(loaded) == []
     assert set(cu.access.values()) == {1}, "read-only once it is loaded"
     with checkpoints.open_checkpoint(model) as source:
-        specs = declare(models.model_config(source.config), devices, source)
+        specs = declare(models.model_config(source.config), Parallel(devices), source, "bfloat16")
         mesh = make_mesh(devices)
         read = params.load(specs, source, "bfloat16", mesh)
     leaves = list(layout.named(specs).values())

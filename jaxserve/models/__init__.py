@@ -1,12 +1,18 @@
 """Model families: each file declares which configs it reads and what its decoder looks like."""
 
+import importlib
+import pkgutil
 from typing import Any
 
+from jaxserve import quantization
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.models import llama, mistral, qwen
+from jaxserve.models.family import Family
 
-FAMILIES = {kind: family for module in (llama, mistral, qwen) for kind, family in module.FAMILIES.items()}
-"""``model_type`` of config.json -> function from the config to ``ModelConfig``."""
+FAMILIES: dict[str, Family] = {}
+"""``model_type`` of config.json -> family: all that the files of this folder declare."""
+
+for _file in pkgutil.iter_modules(__path__):
+    FAMILIES |= getattr(importlib.import_module(f"{__name__}.{_file.name}"), "FAMILIES", {})
 
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
@@ -17,7 +23,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"unknown architecture {hf.get('architectures') or kind!r} (model_type {kind!r}); known: {names}"
         )
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
-        raise ConfigError(f"quantization_config: quantized checkpoints (quant_method {method!r}) are not supported yet")
-    return FAMILIES[kind](hf)
+    rule, cfg = quantization.rule(hf), FAMILIES[kind].config(hf)
+    if isinstance(rule, quantization.MxExperts) and not any(getattr(spec.ffn, "mxfp4", False) for spec in cfg.layers):
+        raise ConfigError(f"quantization_config: quant_method 'mxfp4' is not supported for {kind}")
+    return cfg

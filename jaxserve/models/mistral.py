@@ -4,7 +4,7 @@ position-scaled queries)."""
 from typing import Any
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.dense import dense_config
+from jaxserve.models.family import Family, decoder_config
 
 
 def _mistral(hf: dict[str, Any]) -> ModelConfig:
@@ -13,7 +13,7 @@ def _mistral(hf: dict[str, Any]) -> ModelConfig:
     def window(layer: int) -> int | None:
         return hf.get("sliding_window") if kinds is None or kinds[layer] == "sliding_attention" else None
 
-    return dense_config(hf, window=window)
+    return decoder_config(hf, window=window)
 
 
-FAMILIES = {"mistral": _mistral, "ministral": _mistral, "ministral3": _mistral}
+FAMILIES = {kind: Family(_mistral) for kind in ("mistral", "ministral", "ministral3")}

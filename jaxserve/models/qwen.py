@@ -1,11 +1,14 @@
-"""Qwen2 (biases on q, k and v) and Qwen3 (norms on q and k instead); windows on layers where the config says so."""
+"""Qwen2 (biases on q, k and v) and Qwen3 (norms on q and k instead), dense and as a mixture of experts; windows on
+layers where the config says so."""
 
 from typing import Any
 
-from jaxserve.models.dense import dense_config
+from jaxserve.config import ModelConfig
+from jaxserve.layer_spec import Dense, Moe, Router
+from jaxserve.models.family import Family, activation, decoder_config, dense, need
 
 
-def _qwen(hf: dict[str, Any], **traits: bool):
+def _qwen(hf: dict[str, Any], **differs: Any) -> ModelConfig:
     windowed = hf.get("use_sliding_window") and hf.get("sliding_window")
     kinds = hf.get("layer_types")
     first = hf.get("max_window_layers", 0)
@@ -14,12 +17,28 @@ def _qwen(hf: dict[str, Any], **traits: bool):
         sliding = kinds[layer] == "sliding_attention" if kinds else layer >= first
         return hf["sliding_window"] if windowed and sliding else None
 
-    return dense_config(hf, window=window, **traits)
+    return decoder_config(hf, window=window, **differs)
+
+
+def _qwen3(hf: dict[str, Any], **differs: Any) -> ModelConfig:
+    bias = bool(hf.get("attention_bias"))
+    return _qwen(hf, qk_norm=True, qkv_bias=bias, o_bias=bias, **differs)
+
+
+def _qwen3_moe(hf: dict[str, Any]) -> ModelConfig:
+    step, dense_layers = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    experts = int(hf.get("num_experts") or need(hf, "num_local_experts"))
+    router = Router("softmax", int(need(hf, "num_experts_per_tok")), renormalize=bool(hf.get("norm_topk_prob")))
+    sparse = Moe(experts, int(need(hf, "moe_intermediate_size")), router, activation(hf))
+
+    def ffn(layer: int) -> Dense | Moe:
+        return dense(hf) if layer in dense_layers or (layer + 1) % step else sparse
+
+    return _qwen3(hf, ffn=ffn)
 
 
 FAMILIES = {
-    "qwen2": lambda hf: _qwen(hf, qkv_bias=True),
-    "qwen3": lambda hf: _qwen(
-        hf, qk_norm=True, qkv_bias=bool(hf.get("attention_bias")), o_bias=bool(hf.get("attention_bias"))
-    ),
+    "qwen2": Family(lambda hf: _qwen(hf, qkv_bias=True)),
+    "qwen3": Family(_qwen3),
+    "qwen3_moe": Family(_qwen3_moe),
 }

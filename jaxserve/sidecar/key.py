@@ -39,7 +39,8 @@ def layout_version() -> str:
     """A hash of the sources that decide what a weight's bytes are and how they are laid out."""
     package = Path(__file__).resolve().parents[1]
     paths = [package / "params.py", package / "declare.py", package / "sharding.py", package / "sidecar" / "layout.py"]
-    paths += sorted((package / "models").glob("*.py")) + sorted((package.parent / "checkpoints").glob("*.py"))
+    for folder in (package / "models", package / "quantization", package.parent / "checkpoints"):
+        paths += sorted(folder.glob("*.py"))
     state = hashlib.sha256()
     for path in paths:
         state.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

@@ -114,8 +114,8 @@ def named(specs: Specs) -> dict[str, ParamSpec]:
 
 
 def sharded_axis(spec: ParamSpec) -> int | None:
-    """The dimension that the mesh divides. At most one: the mesh has one axis."""
-    axes = [i for i, axis in enumerate(spec.axes) if axis and RULES.get(axis)]
+    """The dimension that the mesh divides. At most one: experts are not divided among groups of devices here."""
+    axes = [i for i, axis in enumerate(spec.axes) if axis and "tensor" in RULES.get(axis, ())]
     if len(axes) > 1:
         raise ValueError(f"a parameter with axes {spec.axes} would be sharded twice")
     return axes[0] if axes else None
@@ -136,7 +136,7 @@ def plan(specs: Specs, dtype: str, devices: int, *, arena_each: bool) -> Layout:
     sizes = [0] * (devices if arena_each else 1)
     tensors = []
     for name, spec in named(specs).items():
-        kind = "float32" if spec.float32 else dtype
+        kind = spec.dtype or dtype
         tensor = Tensor(name, kind, spec.shape, sharded_axis(spec), ())
         count = devices if arena_each or tensor.axis is not None else 1
         pieces = []

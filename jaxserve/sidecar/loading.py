@@ -18,6 +18,7 @@ import checkpoints
 from jaxserve import models, params
 from jaxserve.config import EngineConfig
 from jaxserve.declare import declare, resolve_dtype
+from jaxserve.sharding import Parallel
 from jaxserve.sidecar import files, key
 from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.holdings import Progress, Wish
@@ -69,7 +70,7 @@ def load(wish: Wish, backend: Backend, progress: Progress) -> Loaded:
         model = models.model_config(source.config)
         config = EngineConfig(model=wish.path, dtype=wish.dtype, tensor_parallel=devices)
         kind = resolve_dtype(config, source, model)
-        specs = declare(model, devices, source)
+        specs = declare(model, Parallel(devices), source, kind)
         layout = plan(specs, kind, devices, arena_each=backend.arena_each)
         progress.total = sum(t.piece_bytes(devices) * len(t.pieces) for t in layout.tensors)
         progress.key = key.fields(model, kind, devices, specs, wish.role)

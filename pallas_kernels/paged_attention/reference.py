@@ -21,6 +21,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     chunk: int = 64,
 ) -> jax.Array:
     """Each of N rows is a block of Q consecutive queries of one sequence, attending to all its keys so far.
@@ -28,7 +30,8 @@ def paged_attention(
     q: ``[N, Q, K, g, D]``, g query heads a KV head. pages: ``[P, 2, K, G, D]``, keys and values of P pages.
     tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
     first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
-    included. chunk: tokens of context a loop step looks at.
+    included. softcap: scores become ``softcap * tanh(score / softcap)``. sinks: float32 ``[K, g]``, a score of each
+    head that takes part in the softmax and has no value. chunk: tokens of context a loop step looks at.
     Returns float32 ``[N, Q, K, g, D]``.
     """
     rows, queries, kv_heads, group, dim = q.shape
@@ -50,6 +53,8 @@ def paged_attention(
         here = lax.dynamic_slice_in_dim(tables, i * count, count, axis=1)
         k, v = gather(here, 0), gather(here, 1)
         scores = jnp.einsum("nkqd,nkcd->nkqc", flat, k, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         key_position = i * span + jnp.arange(span)
         seen = key_position <= position[..., None]
         if window is not None:
@@ -66,6 +71,8 @@ def paged_attention(
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, dim)))
     first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
     last = (jnp.max(starts + counts) + span - 1) // span
-    _, total, out = lax.fori_loop(first, last, step, carry)
+    peak, total, out = lax.fori_loop(first, last, step, carry)
+    if sinks is not None:
+        total = total + jnp.exp(jnp.repeat(sinks, queries, axis=1) - peak)
     out = out / total[..., None]
     return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)

@@ -1,0 +1,98 @@
+"""What a decoder layer is: how it mixes tokens, and its feed-forward part, as small frozen dataclasses.
+
+Layers with equal specs share one compiled program; the layers of one model may differ. Letters as in docs/shapes.md.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention over pages of keys and values."""
+
+    rope: RopeConfig
+    window: int | None = None
+    """Tokens a query sees, itself included; None sees all."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys pass an RMS norm a head."""
+    scale: float | None = None
+    """Scores are multiplied by it; 1 / sqrt(D) by default."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: bool = False
+    """Every head has a learned score that takes part in the softmax and mixes in nothing."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a gated feed-forward network joins its two halves: ``kind(gate) * up``; ``swish_up_one`` is
+    ``gate * sigmoid(alpha * gate) * (up + 1)``."""
+
+    kind: Literal["silu", "gelu_tanh", "swish_up_one"] = "silu"
+    limit: float | None = None
+    """The gate is at most this, and up between its negative and it."""
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward network of ``width`` F."""
+
+    width: int
+    activation: Activation = Activation()
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts. All of it is computed in float32.
+
+    The logits become scores by ``score``; a token takes the ``top_k`` experts of highest score plus correction bias,
+    weighted by their scores. ``chosen_softmax`` chooses by logits and takes the softmax over the chosen alone.
+    """
+
+    score: Literal["softmax", "chosen_softmax", "sigmoid", "sqrt_softplus"]
+    top_k: int
+    renormalize: bool = False
+    """The weights of the chosen are divided by their sum."""
+    scale: float = 1.0
+    """The weights are multiplied by it."""
+    bias: bool = False
+    """The logits have a bias."""
+    correction: bool = False
+    """A bias is added to the scores for choosing, and not for weighting."""
+    groups: int = 1
+    """Experts are divided into groups, and only those of the ``top_groups`` best may be chosen."""
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    """A group is as good as the sum of its two best experts, or as its best one."""
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A mixture of ``experts`` X gated networks of ``width`` F; every token passes through some, and all the shared."""
+
+    experts: int
+    width: int
+    router: Router
+    activation: Activation = Activation()
+    bias: bool = False
+    mxfp4: bool = False
+    """The experts' matrices are MXFP4."""
+    shared: Dense | None = None
+    """A network that every token passes through; several shared experts are one wide network."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What distinguishes one decoder layer from the next."""
+
+    mixer: Attention
+    ffn: Dense | Moe
+    sandwich: bool = False
+    """What attention and feed-forward part bring passes a norm of its own before it is added."""

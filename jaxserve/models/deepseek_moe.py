@@ -1,0 +1,34 @@
+"""The mixture that DeepSeek V3 brought and others took over: dense layers first, then experts chosen by sigmoid scores
+plus a bias that balances them, in groups, beside shared experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.config import ConfigError
+from jaxserve.layer_spec import Dense, Moe, Router
+from jaxserve.models.family import activation, dense, need
+
+
+def deepseek_ffn(hf: dict[str, Any]) -> Callable[[int], Dense | Moe]:
+    """The feed-forward part of each layer, from the fields that the kin of DeepSeek V3 share.
+
+    Raises ``ConfigError`` naming a field that is missing or does not fit.
+    """
+    experts, groups = int(need(hf, "n_routed_experts")), int(hf.get("n_group") or 1)
+    top_k, top_groups = int(need(hf, "num_experts_per_tok")), int(hf.get("topk_group") or 1)
+    if experts % groups or not 1 <= top_groups <= groups or experts // groups * top_groups < top_k:
+        raise ConfigError(f"n_group {groups} and topk_group {top_groups} do not fit {experts} experts, {top_k} a token")
+    router = Router(
+        "sigmoid",
+        top_k,
+        renormalize=bool(hf.get("norm_topk_prob", True)),
+        scale=float(hf.get("routed_scaling_factor") or 1.0),
+        correction=True,
+        groups=groups,
+        top_groups=top_groups,
+    )
+    width, shared = int(need(hf, "moe_intermediate_size")), int(hf.get("n_shared_experts") or 0)
+    kind = activation(hf)
+    sparse = Moe(experts, width, router, kind, shared=Dense(width * shared, kind) if shared else None)
+    plain, first = dense(hf), int(hf.get("first_k_dense_replace") or 0)
+    return lambda layer: plain if layer < first else sparse

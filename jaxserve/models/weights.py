@@ -1,0 +1,141 @@
+"""The weights of a decoder: shape, sharding and names on disk of every one, in Hugging Face's usual spelling."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import ModelConfig
+from jaxserve.layer_spec import Attention, Dense, LayerSpec, Moe
+from jaxserve.models.expert_weights import Place
+from jaxserve.models.family import Family
+from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
+from jaxserve.sharding import HeadLayout, Parallel, head_layout, pad_to_multiple
+
+IGNORED_TENSORS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some checkpoints carry and no model needs."""
+
+
+def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: Collection[str]) -> Specs:
+    """Declare every weight of a decoder.
+
+    ``tensors`` are the names on disk: a head that is there though the config ties it is used, since it may differ from
+    the embedding.
+    """
+    vocab = pad_to_multiple(cfg.vocab_size, parallel.devices)
+    table = (cfg.vocab_size, cfg.hidden_size)
+    plus = family.norm_plus
+
+    def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
+        prefix = f"model.layers.{number}."
+        specs = _norms(cfg, spec, prefix, plus) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.", plus)
+        if isinstance(spec.ffn, Moe):
+            return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
+        return specs | _dense(cfg, spec.ffn, parallel, prefix + "mlp.")
+
+    specs = {
+        "embed": rows("model.embed_tokens.weight", table, vocab, "vocab"),
+        "norm": vector("model.norm.weight", cfg.hidden_size, plus),
+        "layers": [layer(number, spec) for number, spec in enumerate(cfg.layers)],
+    }
+    if not cfg.tie_embeddings or "lm_head.weight" in tensors:
+        specs["head"] = rows("lm_head.weight", table, vocab, "vocab")
+    return specs
+
+
+def _norms(cfg: ModelConfig, spec: LayerSpec, prefix: str, plus: float) -> dict[str, ParamSpec]:
+    names = {"attn_norm": "input", "mlp_norm": "post_attention"}
+    if spec.sandwich:
+        names = {"attn_norm": "input", "attn_post_norm": "post_attention"}
+        names |= {"mlp_norm": "pre_feedforward", "mlp_post_norm": "post_feedforward"}
+    return {ours: vector(f"{prefix}{name}_layernorm.weight", cfg.hidden_size, plus) for ours, name in names.items()}
+
+
+def _dense(cfg: ModelConfig, spec: Dense, parallel: Parallel, prefix: str) -> dict[str, ParamSpec]:
+    hidden, ff = cfg.hidden_size, spec.width
+    wide = pad_to_multiple(ff, parallel.devices)
+    specs = {
+        "gate": rows(prefix + "gate_proj.weight", (ff, hidden), wide, "ff"),
+        "up": rows(prefix + "up_proj.weight", (ff, hidden), wide, "ff"),
+        "down": columns(prefix + "down_proj.weight", (hidden, ff), wide, "ff"),
+    }
+    if spec.bias:
+        specs["gate_bias"] = rows(prefix + "gate_proj.bias", (ff,), wide, "ff")
+        specs["up_bias"] = rows(prefix + "up_proj.bias", (ff,), wide, "ff")
+        specs["down_bias"] = vector(prefix + "down_proj.bias", hidden)
+    return specs
+
+
+def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: str, plus: float) -> dict[str, ParamSpec]:
+    layout = head_layout(cfg.num_heads, cfg.num_kv_heads, parallel.devices)
+    specs = {
+        "qkv": _qkv(cfg, layout, prefix, "weight", (cfg.hidden_size,)),
+        "o": _output(cfg, layout, prefix + "o_proj.weight"),
+    }
+    if spec.qkv_bias:
+        specs["qkv_bias"] = _qkv(cfg, layout, prefix, "bias", ())
+    if spec.o_bias:
+        specs["o_bias"] = vector(prefix + "o_proj.bias", cfg.hidden_size)
+    if spec.sinks:
+        specs["sinks"] = _sinks(cfg, layout, prefix + "sinks")
+    if spec.qk_norm:
+        specs["q_norm"] = vector(prefix + "q_norm.weight", cfg.head_dim, plus)
+        specs["k_norm"] = vector(prefix + "k_norm.weight", cfg.head_dim, plus)
+    return specs
+
+
+def _qkv(cfg: ModelConfig, layout: HeadLayout, prefix: str, kind: str, tail: tuple[int, ...]) -> ParamSpec:
+    """q, k and v fused as ``[K, group + 2, D, ...]``: a KV head beside its query heads, so that one axis shards all."""
+    names = [f"{prefix}{p}_proj.{kind}" for p in "qkv"]
+    dim = cfg.head_dim
+    counts = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        kept = range(index[0].start, index[0].stop)
+        q_heads = [h for j in kept for h in layout.q_source[j]]
+        kv_heads = [layout.kv_source[j] for j in kept]
+        q, k, v = (_heads(source, n, h, dim) for n, h in zip(names, (q_heads, kv_heads, kv_heads), strict=True))
+        q = q.reshape(len(kept), layout.group, dim, *tail)
+        return np.concatenate([q, k[:, None], v[:, None]], axis=1)
+
+    shape = (layout.kv_heads, layout.group + 2, dim, *tail)
+    axes = ("kv_heads", *(None,) * (len(shape) - 1))
+    return ParamSpec(shape, axes, {n: (c * dim, *tail) for n, c in zip(names, counts, strict=True)}, fill)
+
+
+def _heads(source: Source, name: str, heads: list[int], dim: int) -> np.ndarray:
+    """Rows of the given heads as ``[len(heads), dim, ...]``; head -1 is zero."""
+    real = [h for h in heads if h >= 0]
+    rows = np.concatenate([np.arange(h * dim, (h + 1) * dim) for h in real]) if real else np.zeros(0, np.int64)
+    data = source.read(name, rows)
+    data = data.reshape(len(real), dim, *data.shape[1:])
+    if len(real) == len(heads):
+        return data
+    out = np.zeros((len(heads), *data.shape[1:]), data.dtype)
+    out[[i for i, h in enumerate(heads) if h >= 0]] = data
+    return out
+
+
+def _sinks(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
+    """A score a query head, float32 ``[K, group]``."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        data = np.append(source.read(name).astype(np.float32), np.float32(0))  # head -1 is this last one
+        return data[np.array(layout.q_source[index[0].start : index[0].stop])]
+
+    shape = (layout.kv_heads, layout.group)
+    return ParamSpec(shape, ("kv_heads", None), {name: (cfg.num_heads,)}, fill, dtype="float32")
+
+
+def _output(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
+    """The output projection ``[E, K, group, D]``, columns in the order of the physical heads."""
+    shape = (cfg.hidden_size, cfg.num_heads * cfg.head_dim)
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        data = source.read(name).reshape(cfg.hidden_size, cfg.num_heads, cfg.head_dim)
+        data = np.concatenate([data, np.zeros_like(data[:, :1])], axis=1)  # head -1 is this last, zero one
+        wanted = np.array(layout.q_source[index[1].start : index[1].stop])
+        return data[:, wanted]
+
+    full = (cfg.hidden_size, layout.kv_heads, layout.group, cfg.head_dim)
+    return ParamSpec(full, (None, "kv_heads", None, None), {name: shape}, fill, inputs=3)

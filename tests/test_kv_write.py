@@ -1,0 +1,112 @@
+"""Writes into cache pages: every format, skipped tokens, page borders, in place, and never more than the row itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.codecs import records
+from pallas_kernels.kv_write import write_heads, write_keys, write_latent
+
+P, K, G, D = 5, 3, 8, 16
+R, ROPE = 32, 8
+POISON = 0xA5
+
+
+def slots_of(count: int, seed: int) -> np.ndarray:
+    """Distinct slots in any order, first and last of a page among them, and some -1."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(P * G)[:count].astype(np.int32)
+    chosen[rng.random(count) < 0.3] = -1
+    chosen[:2] = [G - 1, G] if count > 1 else [0]
+    chosen[2:][np.isin(chosen[2:], [G - 1, G])] = -1
+    return chosen
+
+
+def poisoned(shape: tuple[int, ...], dtype) -> np.ndarray:
+    size = np.dtype(dtype).itemsize
+    return np.full((*shape[:-1], shape[-1] * size), POISON, np.uint8).view(dtype)
+
+
+def same(a, b) -> None:
+    np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_heads(dtype: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    k, v = rng.standard_normal((2, count, K, D), np.float32)
+    slots = slots_of(count, count)
+    fp8 = dtype == "uint8"
+    pages = poisoned((P, 2, K, G * (D + 1)) if fp8 else (P, 2, K, G, D), jnp.dtype(dtype))
+    expected = pages.copy()
+    for token, slot in enumerate(slots):
+        for part, x in enumerate((k[token], v[token])) if slot >= 0 else ():
+            page, offset = divmod(int(slot), G)
+            if not fp8:
+                expected[page, part, :, offset] = x.astype(pages.dtype)
+                continue
+            data, scale = records.quantize_heads(x)
+            expected[page, part, :, offset * D : (offset + 1) * D] = np.asarray(data).view(np.uint8)
+            expected[page, part, :, G * D + offset] = scale
+    same(jax.jit(write_heads)(pages, k, v, slots), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_latent(dtype: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    latent, rope = rng.standard_normal((count, R), np.float32), rng.standard_normal((count, ROPE), np.float32)
+    slots = slots_of(count, count)
+    width = records.latent_bytes(R, ROPE) if dtype == "uint8" else R + ROPE
+    pages = poisoned((P, G, width), jnp.dtype(dtype))
+    expected = pages.copy()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            row = np.concatenate([latent[token], rope[token]]).astype(pages.dtype)
+            if dtype == "uint8":
+                row = records.pack_latent(records.quantize_latent(latent[token], rope[token]))
+            expected[divmod(int(slot), G)] = row
+    same(jax.jit(write_latent)(pages, latent, rope, slots), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("channels", [D, 256])
+def test_keys(dtype: str, channels: int) -> None:
+    keys = np.random.default_rng(channels).standard_normal((20, channels), np.float32)
+    slots = slots_of(20, channels)
+    fp8 = dtype == "uint8"
+    pages = poisoned((P, G * records.key_bytes(channels)) if fp8 else (P, G, channels), jnp.dtype(dtype))
+    expected = pages.copy()
+    groups = -(-channels // 128)
+    for token, slot in enumerate(slots):
+        page, offset = divmod(int(slot), G)
+        if slot < 0:
+            continue
+        if not fp8:
+            expected[page, offset] = keys[token].astype(pages.dtype)
+            continue
+        data, scale = records.quantize_keys(keys[token])
+        expected[page, offset * channels : (offset + 1) * channels] = np.asarray(data).view(np.uint8)
+        start = G * channels + offset * 4 * groups
+        expected[page, start : start + 4 * groups] = np.asarray(scale).view(np.uint8)
+    same(jax.jit(write_keys)(pages, keys, slots), expected)
+
+
+def test_nothing_is_written_for_no_token() -> None:
+    pages = poisoned((P, 2, K, G * (D + 1)), np.uint8)
+    new = np.ones((4, K, D), np.float32)
+    same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32)), pages)
+
+
+def test_pages_are_changed_in_place() -> None:
+    """Donated, no copy of the cache is made: temporaries do not grow with it."""
+    for shape, dtype in (((400, 2, K, G * (D + 1)), jnp.uint8), ((400, 2, K, G, D), jnp.bfloat16)):
+        pages = jax.ShapeDtypeStruct(shape, dtype)
+        new = jax.ShapeDtypeStruct((4, K, D), jnp.float32)
+        slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+        compiled = jax.jit(write_heads, donate_argnums=0).lower(pages, new, new, slots).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize
+        assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
