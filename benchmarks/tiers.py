@@ -40,7 +40,7 @@ def transfers(llm: jaxserve.LLM, rounds: int) -> dict[str, dict[str, float]]:
     regions = 8
     source, target = np.ones((regions, nbytes), np.uint8), np.ones((regions, nbytes), np.uint8)
     blocks: list[Any] = [None] * regions
-    pieces = 2 * programs.cfg.num_layers
+    pieces = len(runner.state.kv)
     rows = np.ones((pieces, programs.num_pages, programs.record_bytes // pieces), np.uint8)
     targets = target.reshape(regions, records, pieces, -1)
 

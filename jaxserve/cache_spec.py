@@ -14,8 +14,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class CacheSpec:
     """A cache shared by a group of layers with equal records: K and V heads of one token, in one dtype.
 
-    On the devices each layer holds two arrays ``[P, K, G, D]`` (pages, KV heads, tokens a page, head dim), sharded over
-    K.
+    On the devices each layer holds one array ``[P, 2, K, G, D]`` (pages; keys and values; KV heads, tokens a page, head
+    dim), sharded over K: a page is one piece of memory, which is quicker to move, and so is a head's part of it.
     """
 
     kind: Literal["paged"]
@@ -29,5 +29,11 @@ class CacheSpec:
         """Bytes one token takes over all layers of the group and all devices."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * _BYTES[self.dtype]
 
-    def page_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
-        return (num_pages, self.kv_heads, page_size, self.head_dim)
+    def pages_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Of one layer's array."""
+        return (num_pages, 2, self.kv_heads, page_size, self.head_dim)
+
+    @property
+    def pages_axes(self) -> tuple[str | None, ...]:
+        """The logical axes of that array."""
+        return (None, None, "kv_heads", None, None)

@@ -18,9 +18,6 @@ from jaxserve.moe import moe
 from jaxserve.params import Params
 from pallas_kernels.paged_attention import paged_attention
 
-KV = tuple[jax.Array, jax.Array]
-"""One layer's pages of keys and of values, each ``[P, K, G, D]``."""
-
 
 class Context(NamedTuple):
     """What the layers share in a step."""
@@ -31,36 +28,38 @@ class Context(NamedTuple):
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
 
 
-def copy_pages(kv: list[KV], pairs: jax.Array) -> list[KV]:
+def copy_pages(kv: list[jax.Array], pairs: jax.Array) -> list[jax.Array]:
     """Every layer's pages ``pairs[0]`` copied to ``pairs[1]``, int32 ``[2, C]``; all are read before any is written."""
     source, target = pairs
-    return jax.tree.map(lambda pages: pages.at[target].set(pages[source]), kv)
+    return [pages.at[target].set(pages[source]) for pages in kv]
 
 
-def spill_pages(kv: list[KV], pages: jax.Array, heads: jax.Array | None) -> jax.Array:
+def spill_pages(kv: list[jax.Array], pages: jax.Array, heads: jax.Array | None) -> jax.Array:
     """Pages int32 ``[N]`` of all layers as records ``[N, L, 2, K, G, D]``; ``heads`` picks the KV heads where some are
     padding or replicas, so that a record does not depend on the number of devices."""
 
     def rows(array: jax.Array) -> jax.Array:
         if heads is not None:
-            return array[pages][:, heads].reshape(len(pages), -1)
+            return array[pages][:, :, heads].reshape(len(pages), -1)
         return array.reshape(len(array), -1)[pages]  # a page as one row: XLA's CPU code copies long rows best
 
-    _, _, size, dim = kv[0][0].shape
-    found = jnp.stack([rows(array) for pair in kv for array in pair], axis=1)
-    return found.reshape(len(pages), len(kv), 2, -1, size, dim)
+    _, parts, _, size, dim = kv[0].shape
+    found = jnp.stack([rows(array) for array in kv], axis=1)
+    return found.reshape(len(pages), len(kv), parts, -1, size, dim)
 
 
-def restore_pages(kv: list[KV], records: jax.Array, pages: jax.Array, heads: jax.Array | None) -> list[KV]:
+def restore_pages(
+    kv: list[jax.Array], records: jax.Array, pages: jax.Array, heads: jax.Array | None
+) -> list[jax.Array]:
     """Write records to pages int32 ``[N]`` of all layers; ``heads`` says which of a record's heads each KV head is."""
     if heads is not None:
         records = records[:, :, :, heads]
-    records = records.reshape(*records.shape[:3], -1)
+    records = records.reshape(*records.shape[:2], -1)
 
     def write(array: jax.Array, rows: jax.Array) -> jax.Array:
         return array.reshape(len(array), -1).at[pages].set(rows, mode="promise_in_bounds").reshape(array.shape)
 
-    return [(write(k, records[:, i, 0]), write(v, records[:, i, 1])) for i, (k, v) in enumerate(kv)]
+    return [write(array, records[:, i]) for i, array in enumerate(kv)]
 
 
 def ropes(cfg: ModelConfig) -> list:
@@ -91,11 +90,12 @@ def layer(
     bucket: StepBucket,
     mesh: Mesh,
     params: Params,
-    kv: KV,
+    kv: jax.Array,
     x: jax.Array,
     ctx: Context,
-) -> tuple[jax.Array, KV]:
-    """One pre-norm block over ``x [T, E]``; writes the step's keys and values into ``kv`` and attends over it."""
+) -> tuple[jax.Array, jax.Array]:
+    """One pre-norm block over ``x [T, E]``; writes the step's keys and values into its pages ``kv [P, 2, K, G, D]`` and
+    attends over them."""
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
     attended, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
     x = x + attended
@@ -106,8 +106,8 @@ def layer(
 
 
 def _attention(
-    cfg: ModelConfig, spec: Attention, bucket: StepBucket, params: Params, kv: KV, x: jax.Array, ctx: Context
-) -> tuple[jax.Array, KV]:
+    cfg: ModelConfig, spec: Attention, bucket: StepBucket, params: Params, kv: jax.Array, x: jax.Array, ctx: Context
+) -> tuple[jax.Array, jax.Array]:
     tokens = x.shape[0]
     fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
     if spec.qkv_bias:
@@ -120,17 +120,13 @@ def _attention(
     page, offset, position = ctx.where
     if spec.rope.query_scale_beta:
         q = q * query_scale(spec.rope, position)[:, None, None, None]
-    k_pages, v_pages = kv
-    k_pages = k_pages.at[page, :, offset].set(k.astype(k_pages.dtype))
-    v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
+    kv = kv.at[page, :, :, offset].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
 
     def attend(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]
         rows = q.reshape(last - first, -1, *q.shape[1:])
         scale = cfg.head_dim**-0.5
-        out = paged_attention(
-            rows, k_pages, v_pages, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window
-        )
+        out = paged_attention(rows, kv, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window)
         return out.reshape(q.shape)
 
     parts = []
@@ -140,7 +136,7 @@ def _attention(
         parts.append(attend(q[bucket.decodes :], bucket.decodes, bucket.rows))
     mixed = jnp.concatenate(parts).reshape(tokens, -1)
     out = linear(mixed, params["o"], inputs=3)
-    return out + params["o_bias"] if spec.o_bias else out, (k_pages, v_pages)
+    return out + params["o_bias"] if spec.o_bias else out, kv
 
 
 def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

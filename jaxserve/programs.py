@@ -90,11 +90,10 @@ class ProgramSet:
         return abstract(self.specs, self.dtype, self.mesh)
 
     @property
-    def kv(self) -> decoder.KV:
+    def kv(self) -> Abstract:
         """Abstract pages of one layer."""
-        shape = self.cache.page_shape(self.num_pages, self.page_size)
-        pages = self.array(shape, self.cache.dtype, (None, "kv_heads", None, None))
-        return (pages, pages)
+        shape = self.cache.pages_shape(self.num_pages, self.page_size)
+        return self.array(shape, self.cache.dtype, self.cache.pages_axes)
 
     @property
     def last_token(self) -> Abstract:
@@ -165,8 +164,8 @@ class ProgramSet:
     @property
     def record_shape(self) -> tuple[int, ...]:
         """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, G, D]``."""
-        _, _, size, dim = self.cache.page_shape(self.num_pages, self.page_size)
-        return (self.cfg.num_layers, 2, self.cfg.num_kv_heads, size, dim)
+        _, parts, _, size, dim = self.kv.shape
+        return (self.cfg.num_layers, parts, self.cfg.num_kv_heads, size, dim)
 
     @property
     def record_bytes(self) -> int:

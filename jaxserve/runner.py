@@ -32,8 +32,8 @@ class DeviceState:
     """int32 ``[slots + 1]``: the token each slot feeds to its next decode step."""
     slots: Any
     """``sampler.SlotState``."""
-    kv: list[Any]
-    """``decoder.KV`` of every layer."""
+    kv: list[jax.Array]
+    """The pages of every layer."""
 
 
 @dataclass(frozen=True, slots=True)
