@@ -202,6 +202,7 @@ _TRACED = (
     "layers",
     "moe",
     "programs",
+    "quantization/array",
     "rope",
     "sampler",
     "sharding",

@@ -125,6 +125,11 @@ def head_bytes(channels: int) -> int:
     return channels + 1
 
 
+def page_size(pages: jax.Array, channels: int) -> int:
+    """G of pages ``[P, 2, K, G, D]`` of floats, or uint8 ``[P, 2, K, G * (D + 1)]``."""
+    return pages.shape[3] // head_bytes(channels) if pages.dtype == jnp.uint8 else pages.shape[3]
+
+
 def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``x [..., D]`` as e4m3 ``[..., D]`` and UE8M0 scales, uint8 ``[...]``: one for each token and head.
 
