@@ -18,6 +18,7 @@ from benchmarks.stats import summary
 from jaxserve.batch import Packer, StepBatch
 from jaxserve.buckets import Buckets
 from jaxserve.engine import Engine
+from jaxserve.host_tier import Spill
 from jaxserve.metrics import EngineMetrics
 from jaxserve.output import SequenceOutput
 from jaxserve.pages import PagePool
@@ -60,6 +61,9 @@ class NullRunner:
         start = self.count % (len(self.tokens) - step.sampled)
         self.count += step.sampled
         return NullResult(self.tokens[start : start + step.sampled])
+
+    def spill(self, spill: Spill) -> None:
+        """Nothing is kept."""
 
 
 def measure(

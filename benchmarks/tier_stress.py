@@ -104,7 +104,7 @@ def check_idle(llm: jaxserve.LLM) -> None:
     """Raise AssertionError unless everything has come back and every gauge says so."""
     engine = llm._built.engine
     scheduler, deadline = engine.scheduler, time.monotonic() + 10
-    moving = ("kv_offload_pending_transfers", "disk_kv_pending_writes")
+    moving = ("kv_offload_pending_transfers", "kv_store_pending_writes", "kv_backup_pending_pages")
     while not (scheduler.idle and llm.health().idle and all(gauge(llm, name) == 0 for name in moving)):
         assert time.monotonic() < deadline, "the engine does not come to rest"
         time.sleep(0.005)
@@ -112,8 +112,8 @@ def check_idle(llm: jaxserve.LLM) -> None:
     assert scheduler.pool.free == scheduler.pool.usable
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert gauge(llm, name) == 0, name
-    tier, disk = (scheduler.cache.tier, scheduler.cache.disk) if scheduler.cache else (None, None)
-    assert disk is None or not disk.reading
+    tier, stores = scheduler.cache.tier, scheduler.cache.stores
+    assert stores is None or not stores.reading
     if tier is not None:
         tier.check()
         assert tier.nbytes == tier.records * tier.record_bytes <= tier.budget_bytes
@@ -194,9 +194,10 @@ def disk_options(stack: ExitStack, room: int) -> dict[str, Any]:
 
 def count(llm: jaxserve.LLM) -> dict[str, int]:
     scheduler = llm._built.engine.scheduler
-    tier = scheduler.cache.tier if scheduler.cache else None
+    tier = scheduler.cache.tier
     moved = {} if tier is None else {"spilled": tier.counts.spilled, "restored": tier.counts.restored}
-    disk = scheduler.cache.disk if scheduler.cache else None
-    if disk is not None:
-        moved |= {"written": disk.store.counts.written, "read": disk.store.counts.read}
+    stores = scheduler.cache.stores
+    if stores is not None:
+        counts = stores.stores[0].counts
+        moved |= {"written": counts.written, "read": counts.read}
     return {"preemptions": scheduler.preemptions} | moved

@@ -72,6 +72,11 @@ class Checkpoint(abc.ABC):
     def asset(self, name: str) -> bytes | None:
         """A file beside the weights, such as "tokenizer.json"; None where there is none."""
 
+    @property
+    @abc.abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights, sorted."""
+
     @abc.abstractmethod
     def fingerprint(self) -> str:
         """A cheap identity of the content, as sha256 in hex: names, sizes, headers and modification times."""

@@ -113,6 +113,10 @@ class GgufCheckpoint(Checkpoint):
                 }
             return self._assets.get(name)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
     def fingerprint(self) -> str:
         with self.path.open("rb") as file:
             return digest([self.path], {self.path.name: file.read(self._header.nbytes)})

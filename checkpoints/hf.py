@@ -137,6 +137,10 @@ class HfCheckpoint(Checkpoint):
     def asset(self, name: str) -> bytes | None:
         return folder_asset(self.path, name)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted(file.path for file in self._files))
+
     def fingerprint(self) -> str:
         files = [p for p in self.path.iterdir() if p.is_file() and p.suffix in (".json", ".safetensors", ".jinja")]
         return digest(files, self._headers)

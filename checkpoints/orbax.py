@@ -121,6 +121,10 @@ class OrbaxCheckpoint(Checkpoint):
     def asset(self, name: str) -> bytes | None:
         return folder_asset(self.path / _ASSETS, name)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path / META_NAME, *sorted(p for p in (self.path / _ARRAYS).rglob("*") if p.is_file()))
+
     def fingerprint(self) -> str:
         files = [p for p in self.path.rglob("*") if p.is_file()]
         return digest(files, {META_NAME: (self.path / META_NAME).read_bytes()})

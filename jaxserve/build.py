@@ -1,10 +1,9 @@
 """From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
 
-import dataclasses
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,14 +15,13 @@ from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.cache_spec import FP8, CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.disk_store import DiskError, DiskStore
-from jaxserve.disk_tier import DiskTier
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
-from jaxserve.identity import identity
+from jaxserve.identity import content, identity
+from jaxserve.kv_stores import open_stores
 from jaxserve.metrics import EngineMetrics
-from jaxserve.models.weights import IGNORED_TENSORS, param_specs
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
@@ -31,7 +29,9 @@ from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.sharding import HeadLayout, Parallel, head_layout, make_mesh
+from jaxserve.sharding import head_layout, make_mesh
+from jaxserve.sidecar.attach import Link, Wanted
+from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 
 
@@ -45,6 +45,8 @@ class Limits:
     num_pages: int
     host_bytes: int
     """For KV pages that leave the devices."""
+    pool_bytes: int
+    """For KV pages in a sidecar's memory, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Built:
     metrics: EngineMetrics
     report: Report
     programs: ProgramSet
+    link: Link | None
+    """To the sidecar that the weights come from; to be closed after everything else."""
 
 
 def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> Built:
@@ -67,7 +71,13 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
 
     Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
-    report = Report(on_phase)
+    with contextlib.ExitStack() as undo:  # where the start fails
+        built = _build(config, Report(on_phase), undo)
+        undo.pop_all()
+    return built
+
+
+def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> Built:
     with report.phase("open checkpoint"):
         source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
@@ -77,13 +87,23 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
         specs = declare(model, parallel_of(config), source, dtype)
-        store = ExecutableStore(config.cache_path, mesh.devices.flat)
-        programs, limits = size(config, model, specs, dtype, mesh, store, report)
-        runner = _runner(config, programs, store, source, report)
+        link = None
+        if config.uses_sidecar:
+            with report.phase("find the sidecar"):
+                gpu = mesh.devices.flat[0].platform != "cpu"
+                wanted = Wanted.of(source, model, specs, dtype, config.tensor_parallel, gpu=gpu)
+                link = Link(config, wanted, mesh, report)
+            undo.callback(link.close)
+        store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
+        programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
+        hashes = None
+        if config.disk_kv_path is not None and (link is None or link.sidecar is None):
+            hashes = side.submit(content, source, config.cache_path)
+        runner = _runner(config, programs, store, source, report, link)
         words = tokenizer.result()
         if config.kv_checksums and not limits.host_bytes:
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
-        disk = _disk(config, programs, runner, store, report)
+        stores = _stores(config, programs, limits, store, source, hashes, link, runner, report)
     eos = frozenset(_eos_ids(source, words))
     packer = Packer(
         limits.buckets,
@@ -101,11 +121,12 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens=limits.buckets.max_prompt_tokens,
         block=limits.buckets.block,
-        cache=PrefixCache(pool, "" if disk is None else disk.store.identity, tier, disk)
+        cache=PrefixCache(pool, "" if stores is None else stores.identity, tier, stores)
         if config.prefix_caching
         else None,
     )
     metrics = EngineMetrics(model_name=config.served_name or config.model, prefix=config.metrics_prefix)
+    metrics.follow_executables(store.tally)
     metrics.cache_config(
         block_size=config.page_size,
         num_gpu_blocks=limits.num_pages - 1,
@@ -113,18 +134,16 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
         enable_prefix_caching=config.prefix_caching,
     )
     engine = Engine(scheduler, packer, runner, metrics, overlap=config.overlap, max_queued=config.max_queued_requests)
-    _describe(report, config, source, model, dtype, mesh, programs, limits, disk, store)
-    return Built(engine, runner, model, limits, words, eos, metrics, report, programs)
-
-
-def parallel_of(config: EngineConfig) -> Parallel:
-    return Parallel(config.tensor_parallel, config.expert_parallel)
+    _describe(report, config, source, model, dtype, mesh, programs, limits, stores, store)
+    if link is not None:
+        link.watch(metrics.sidecar_gone)
+    return Built(engine, runner, model, limits, words, eos, metrics, report, programs, link)
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
     """The devices the config asks for. Raises ``ConfigError`` where there are too few."""
     try:
-        return make_mesh(parallel_of(config))
+        return make_mesh(config.tensor_parallel, config.expert_parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -138,51 +157,6 @@ def _tokenizer(source: checkpoints.Checkpoint, report: Report) -> Tokenizer | No
             return None
 
 
-def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
-    """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
-    if isinstance(source, checkpoints.OrbaxCheckpoint) and config.dtype not in ("auto", model.dtype):
-        raise ConfigError(
-            f"dtype {config.dtype}: this folder was converted as {model.dtype}; leave dtype out, "
-            f"or convert the original again with dtype {config.dtype}"
-        )
-    if config.dtype != "auto":
-        return config.dtype
-    if source.format == "gguf":
-        encodings = {info.encoding for info in source.tensors.values() if len(info.shape) > 1}
-        return "float32" if encodings == {"F32"} else "bfloat16"
-    return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
-
-
-def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str) -> params.Specs:
-    """The model's parameters, checked against the checkpoint's tensors. ``dtype`` is the engine's."""
-    family = models.FAMILIES[model.model_type]
-    if isinstance(source, checkpoints.OrbaxCheckpoint):
-        saved = (source.meta.get("layout") or {}).get("tensor_parallel")
-        if not isinstance(saved, int) or saved < 1:
-            raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
-        model = dataclasses.replace(model, tie_embeddings="head" not in source.tensors)
-        _check_layout(model, Parallel(saved), parallel)
-        return param_specs(model, family, parallel, ())
-    specs = param_specs(model, family, parallel, source.tensors)
-    rule = quantization.rule(source.config)
-    if rule is not None:
-        specs = quantization.quantized(specs, rule, source, parallel, dtype)
-    params.check(specs, source, IGNORED_TENSORS, family.unused(model))
-    return specs
-
-
-def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:
-    def layout(parallel: Parallel) -> tuple[HeadLayout, list[tuple[int, ...]]]:
-        specs = param_specs(model, models.FAMILIES[model.model_type], parallel, ())
-        return head_layout(model.num_heads, model.num_kv_heads, parallel.devices), params.shapes(specs)
-
-    if layout(saved) != layout(wanted):
-        raise ConfigError(
-            f"tensor_parallel {wanted.devices}: this folder was converted for tensor_parallel {saved.devices}, which "
-            "lays heads out differently; convert the original again"
-        )
-
-
 def size(
     config: EngineConfig,
     model: ModelConfig,
@@ -191,8 +165,11 @@ def size(
     mesh: Mesh,
     store: ExecutableStore,
     report: Report,
+    link: Link | None = None,
+    available: memory.Memory | None = None,
 ) -> tuple[ProgramSet, Limits]:
-    """Fill in the limits from the model, the device's kind and its measured memory."""
+    """Fill in the limits from the model, the device's kind and its measured memory, of which a sidecar may hold some
+    for other models than this one."""
     device = mesh.devices.flat[0]
     gpu = device.platform != "cpu"
     max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
@@ -229,9 +206,14 @@ def size(
     if gpu:  # a probe with a two-page cache: arguments scale exactly, temporaries do not grow with the pool
         with report.phase("measure a step"):
             temporaries = step_bytes(programs(2, longest), store)
-    available = memory.measure(device)
-    budget = memory.kv_budget(config, available, gpu=gpu, weights=weights, temporaries=temporaries)
-    num_pages = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+    available, held = available or memory.measure(device), link.held if link else 0
+    budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
+    most = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+
+    def stored(pages: int) -> bool:
+        return store.has(programs(pages, min(longest, (pages - 1) * config.page_size)).zeros())
+
+    num_pages = _steady(most, -(-longest // config.page_size) + 1, stored)
     fits = (num_pages - 1) * config.page_size
     if fits < longest:
         if config.max_model_len is not None or fits < 2:
@@ -241,7 +223,22 @@ def size(
             )
         report.add("limits", max_model_len_lowered_from=longest)
         longest = fits
-    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes)
+    pool_bytes = 0
+    if link is not None and link.sidecar is not None:
+        pool_bytes, host_bytes = host_bytes, memory.staging(host_bytes, longest * cache.token_bytes)
+    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes, pool_bytes)
+
+
+def _steady(most: int, least: int, stored: Callable[[int], bool]) -> int:
+    """A number of pages of at most ``most`` that is the same again at the next start, where memory measures otherwise.
+
+    It is part of every program. Of 32 steps an octave the highest is taken, or the one below if only its programs are
+    stored; not less than ``least`` where there are so many.
+    """
+    high = memory.step_below(most)
+    low = memory.step_below(high - 1)
+    chosen = low if low > 0 and not stored(high) and stored(low) else high
+    return max(chosen, min(least, most))
 
 
 def kv_dtype(config: EngineConfig, dtype: str) -> str:
@@ -276,31 +273,52 @@ def step_bytes(programs: ProgramSet, store: ExecutableStore) -> int:
 
 
 def _runner(
-    config: EngineConfig, programs: ProgramSet, store: ExecutableStore, source: checkpoints.Checkpoint, report: Report
+    config: EngineConfig,
+    programs: ProgramSet,
+    store: ExecutableStore,
+    source: checkpoints.Checkpoint,
+    report: Report,
+    link: Link | None,
 ) -> Runner:
     """Compile (or load) the programs while the weights load and the KV cache is made."""
     with Progress(config.load_progress) as bars, ThreadPoolExecutor(2, "load") as side:
-        weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"))
+        weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"), link)
         state = side.submit(_state, programs, store, report)
         with report.phase("programs (beside)"):
-            compiled = store.build_all(programs.programs(), progress=bars.bar("programs"))
+            bar = bars.bar("programs")
+            compiled = store.build_all(programs.programs(), progress=bar, first=programs.first_needed())
         with report.phase("wait for weights"):
             return Runner(programs, compiled, weights.result(), state.result())
 
 
-def _disk(
-    config: EngineConfig, programs: ProgramSet, runner: Runner, store: ExecutableStore, report: Report
-) -> DiskTier | None:
-    """Open the disk tier. Raises ``ConfigError`` where the folder cannot be used."""
-    if config.disk_kv_path is None:
+def _stores(
+    config: EngineConfig,
+    programs: ProgramSet,
+    limits: Limits,
+    store: ExecutableStore,
+    source: checkpoints.Checkpoint,
+    hashes: Future[dict[str, str]] | None,
+    link: Link | None,
+    runner: Runner,
+    report: Report,
+) -> StoreTier | None:
+    """Open what keeps KV pages over restarts: a sidecar's pool, a folder, both or none."""
+    sidecar = None if link is None else link.sidecar
+    if not limits.host_bytes or (sidecar is None and config.disk_kv_path is None):
         return None
-    with report.phase("KV pages on disk"):
-        name = identity(programs, runner.weights, store)
-        try:
-            found = DiskStore(Path(config.disk_kv_path), name, programs.record_bytes, memory.disk_budget(config))
-        except DiskError as error:
-            raise ConfigError(f"disk_kv_path: {error}") from None
-        return DiskTier(found, runner.place)
+    with report.phase("KV pages of before"):
+        found = link.content if link is not None else None
+        if found is None:
+            found = content(source, config.cache_path) if hashes is None else hashes.result()
+        return open_stores(
+            config,
+            identity(programs, found, store.environment),
+            record_bytes=programs.record_bytes,
+            pool_bytes=limits.pool_bytes,
+            sidecar=sidecar,
+            place=runner.place,
+            report=report,
+        )
 
 
 def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> DeviceState:
@@ -309,9 +327,15 @@ def _state(programs: ProgramSet, store: ExecutableStore, report: Report) -> Devi
 
 
 def _load(
-    programs: ProgramSet, source: checkpoints.Checkpoint, report: Report, progress: Callable[[int, int], None]
+    programs: ProgramSet,
+    source: checkpoints.Checkpoint,
+    report: Report,
+    progress: Callable[[int, int], None],
+    link: Link | None,
 ) -> params.Params:
     with report.phase("weights (beside)"):
+        if link is not None and (held := link.weights(progress)) is not None:
+            return held
         if source.format == "orbax":
             return checkpoints.load_tree(source.path, programs.params)
         return params.load(programs.specs, source, programs.dtype, programs.mesh, progress)
@@ -336,7 +360,7 @@ def _describe(
     mesh: Mesh,
     programs: ProgramSet,
     limits: Limits,
-    disk: DiskTier | None,
+    stores: StoreTier | None,
     store: ExecutableStore,
 ) -> None:
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
@@ -362,16 +386,16 @@ def _describe(
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,
         total_bytes=page * limits.num_pages,
         host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
-        disk_tokens_that_fit=0 if disk is None else disk.store.capacity * config.page_size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
-    if disk is not None:
-        report.add("kv cache", disk_folder=str(disk.store.folder), disk_tokens_there=len(disk.store) * config.page_size)
+    for kept in () if stores is None else stores.stores:
+        tokens = {"tokens_that_fit": kept.capacity, "tokens_there": len(kept)}
+        report.add("kv cache", **{f"{kept.name}_{name}": n * config.page_size for name, n in tokens.items()})
+        report.add("kv cache", **{f"{kept.name}_place": kept.place})
     report.add(
         "limits",
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
     )
-    tally = store.tally
-    report.add("executables", loaded=tally.loaded, compiled=tally.compiled, discarded=tally.discarded)
+    report.follow("executables", store.tally.report)

@@ -90,7 +90,21 @@ class EngineConfig:
     layers_per_program: int | None = _option(
         None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
     )
+    load_format: str = _option(
+        "auto",
+        "Where weights come from: auto (the checkpoint), or sidecar (memory that outlives the engine; ipc_cache).",
+    )
+    sidecar: str = _option(
+        "off", "auto: load_format sidecar, and start a sidecar, or have it load the model, if need be."
+    )
+    sidecar_fallback: str = _option(
+        "error",
+        "Without the right weights in the sidecar: error (refuse to start), or disk (say so, read the checkpoint).",
+    )
+    sidecar_dir: str | None = _option(None, "The sidecar's folder; jaxserve-UID in the temporary folder by default.")
+    sidecar_timeout: float = _option(600.0, "Seconds to wait for weights that the sidecar is still loading.")
     cache_dir: str | None = _option(None, "Where compiled programs are kept; ~/.cache/jaxserve by default.")
+    cache_gib: float = _option(4.0, "GiB that they may take; those used longest ago go first, never one in use.")
     metrics_prefix: str = _option("jaxserve", "What metric names begin with; vllm suits that project's dashboards.")
     load_progress: bool = _option(True, "Show progress while weights load and programs compile.")
     forbid_compile: bool = _option(False, "After ready, make any compilation an error (tests); otherwise it is logged.")
@@ -140,6 +154,26 @@ class EngineConfig:
             raise ConfigError("disk_kv_path needs host_kv_gib: pages go to the disk and come back through host memory")
         if self.disk_kv_gib is not None and self.disk_kv_path is None:
             raise ConfigError("disk_kv_gib needs disk_kv_path")
+        room = self.cache_gib
+        if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
+            raise ConfigError(f"cache_gib must be a number of at least 0, got {room!r}")
+        for name, known in (
+            ("load_format", ("auto", "sidecar", "ipc_cache")),
+            ("sidecar", ("off", "auto")),
+            ("sidecar_fallback", ("error", "disk")),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.sidecar_dir is not None and not (isinstance(self.sidecar_dir, str) and self.sidecar_dir.strip()):
+            raise ConfigError(f"sidecar_dir must name a folder, got {self.sidecar_dir!r}")
+        if not self.uses_sidecar and (self.sidecar_dir is not None or self.sidecar_fallback != "error"):
+            name = "sidecar_dir" if self.sidecar_dir is not None else "sidecar_fallback"
+            raise ConfigError(f"{name} needs load_format sidecar or sidecar auto")
+        if self.uses_sidecar and self.expert_parallel != 1:
+            raise ConfigError("expert_parallel needs weights from the checkpoint: a sidecar cuts every expert by width")
+        wait = self.sidecar_timeout
+        if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86_400:
+            raise ConfigError(f"sidecar_timeout must be seconds in (0, 86400], got {wait!r}")
         for name in ("overlap", "kv_checksums", "prefix_caching", "load_progress", "forbid_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -158,6 +192,10 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"unknown engine option {name!r}; known: {', '.join(sorted(known))}")
         return cls(model=str(model), **options)
+
+    @property
+    def uses_sidecar(self) -> bool:
+        return self.load_format != "auto" or self.sidecar == "auto"
 
     @property
     def cache_path(self) -> Path:

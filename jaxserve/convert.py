@@ -5,8 +5,9 @@ from pathlib import Path
 
 import checkpoints
 from jaxserve import models, params, quantization
-from jaxserve.build import declare, mesh_of, parallel_of, resolve_dtype
+from jaxserve.build import mesh_of
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.declare import declare, parallel_of, resolve_dtype
 
 
 def convert(

@@ -1,9 +1,7 @@
-"""KV records in a file that outlives the process: fixed places, an index beside them, every record with a checksum.
+"""A folder for KV records: one subfolder for each identity, locked by the engine that uses it, and room for all.
 
-``kv-<identity>/records`` holds the records, ``index`` says which key lies where. An index entry is cleared before its
-record is overwritten and written after it, so a process may die at any moment: what it leaves is whole or unknown.
-Records are read and written, not mapped: a full or failing disk is then an error, where a mapped page would be a signal
-that ends the process.
+``kv-<identity>/records`` and ``index`` are what ``record_store`` makes of them. A second engine of the same identity
+takes ``kv-<identity>.2``, and so on.
 """
 
 import contextlib
@@ -12,190 +10,97 @@ import logging
 import os
 import re
 import shutil
-import struct
-import zlib
-from collections import OrderedDict
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
-import numpy as np
+from jaxserve.record_store import STRIDE, RecordStore, capacity
 
 log = logging.getLogger(__name__)
 
-HEADER = 4096
-ENTRY = struct.Struct("<32sIQ")
-"""Key, the record's checksum, when it was last used; a checksum of these follows."""
-STRIDE = 64
-MAGIC = b"jaxserve-kv-1\n"
-EMPTY = bytes(STRIDE)
+ENGINES = 8
+"""Engines of one identity that may share a folder."""
+PATIENCE_SECONDS = 1.0
+"""For an engine that has just been killed to let go of its lock."""
 
 
 class DiskError(OSError):
     """The folder cannot be used; the message says why."""
 
 
-@dataclass(slots=True)
-class DiskCounts:
-    """What has happened, in records."""
+def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int) -> RecordStore:
+    """Records of one ``identity`` under ``folder``, for this process alone. Raises ``DiskError``.
 
-    read: int = 0
-    written: int = 0
-    evicted: int = 0
-    damaged: int = 0
-    """Records whose checksum was wrong."""
-    refused: int = 0
-    """Records that were not written: too many were waiting, or the disk failed."""
-
-
-class DiskStore:
-    """Records of one ``identity`` under ``folder``. One process at a time; one thread at a time but for ``in``.
-
-    ``budget_bytes`` is for all identities in the folder: others that nobody uses go when there is no room. Raises
-    ``DiskError``.
+    ``budget_bytes`` is for all subfolders: those that nobody uses go when there is no room.
     """
-
-    def __init__(self, folder: Path, identity: str, record_bytes: int, budget_bytes: int):
-        self.identity = identity
-        self.record_bytes, self.capacity = record_bytes, budget_bytes // (record_bytes + STRIDE)
-        self.counts = DiskCounts()
-        self.folder = folder / f"kv-{identity[:32]}"
-        self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """Place and checksum by key, the longest unused first."""
-        self._stamp = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folder.mkdir(exist_ok=True, mode=0o700)
-            self.folder.chmod(0o700)
-            self._index = self._open("index")
-            try:
-                fcntl.flock(self._index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(self._index)
-                raise DiskError(f"{self.folder} is in use by another process") from None
-            self._records = self._open("records")
-            self._read_index(MAGIC + f"{identity} {record_bytes}\n".encode())
-            _make_room(folder, self.folder, budget_bytes, self.capacity * (record_bytes + STRIDE))
-        except DiskError:
-            raise
-        except OSError as error:
-            raise DiskError(f"{self.folder}: {error}") from error
-        taken = {slot for slot, _ in self._slots.values()}
-        self._free = [slot for slot in range(self.capacity - 1, -1, -1) if slot not in taken]
-
-    def _open(self, name: str) -> int:
-        file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.fchmod(file, 0o600)
-        return file
-
-    def _read_index(self, title: bytes) -> None:
-        header = title.ljust(HEADER, b"\0")
-        found = os.pread(self._index, HEADER, 0)
-        if found != header:
-            if found:
-                log.warning("discarding the KV pages in %s: its index was written by something else", self.folder)
-            os.ftruncate(self._index, 0)
-            os.ftruncate(self._records, 0)
-            os.pwrite(self._index, header, 0)
-            return
-        table = os.pread(self._index, self.capacity * STRIDE, HEADER)
-        whole = os.fstat(self._records).st_size // self.record_bytes
-        entries, torn = [], 0
-        for slot in range(len(table) // STRIDE):
-            entry = table[slot * STRIDE : (slot + 1) * STRIDE]
-            if entry == EMPTY:
-                continue
-            key, value, stamp = ENTRY.unpack_from(entry)
-            if slot >= whole or entry != _entry(key, value, stamp):
-                torn += 1
-                continue
-            entries.append((stamp, key, slot, value))
-        if torn:
-            log.warning("discarding %d KV pages in %s: they were not written to their end", torn, self.folder)
-        for stamp, key, slot, value in sorted(entries):
-            self._slots[key] = (slot, value)
-            self._stamp = stamp
-        # A smaller budget than last time: what lies beyond it goes.
-        os.ftruncate(self._index, min(os.fstat(self._index).st_size, HEADER + self.capacity * STRIDE))
-        os.ftruncate(self._records, min(os.fstat(self._records).st_size, self.capacity * self.record_bytes))
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def read(self, key: bytes) -> np.ndarray | None:
-        """The record's bytes; None where it is not there, or damaged: then it is forgotten."""
-        place = self._slots.get(key)
-        if place is None:
-            return None
-        slot, value = place
-        record = np.empty(self.record_bytes, np.uint8)
-        try:
-            size = os.preadv(self._records, [record], slot * self.record_bytes)
-        except OSError as error:
-            log.warning("a KV page cannot be read from %s: %s", self.folder, error)
-            size = 0
-        if size != self.record_bytes or zlib.crc32(record) != value:
-            self.counts.damaged += 1
-            log.warning("discarding a KV page in %s: it is damaged", self.folder)
-            self._drop(key)
-            return None
-        self.counts.read += 1
-        self._slots.move_to_end(key)
-        with contextlib.suppress(OSError):
-            self._note(slot, key, value)
-        return record
-
-    def write(self, key: bytes, record: np.ndarray) -> None:
-        """Keep a record, uint8 ``[record_bytes]``; a disk that is full or fails is counted and logged once."""
-        if key in self._slots or not self.capacity:
-            return
-        if not self._free:
-            self._drop(next(iter(self._slots)))
-            self.counts.evicted += 1
-        slot, value = self._free.pop(), zlib.crc32(record)
-        try:
-            if os.pwrite(self._records, record, slot * self.record_bytes) != self.record_bytes:
-                raise OSError("the disk is full")
-            self._note(slot, key, value)
-        except OSError as error:
-            if not self.counts.refused:
-                log.warning("KV pages cannot be written to %s: %s", self.folder, error)
-            self.counts.refused += 1
-            self._free.append(slot)
-            return
-        self.counts.written += 1
-        self._slots[key] = (slot, value)
-
-    def _note(self, slot: int, key: bytes, value: int) -> None:
-        self._stamp += 1
-        os.pwrite(self._index, _entry(key, value, self._stamp), HEADER + slot * STRIDE)
-
-    def _drop(self, key: bytes) -> None:
-        slot, _ = self._slots.pop(key)
-        with contextlib.suppress(OSError):  # then the checksum will tell
-            os.pwrite(self._index, EMPTY, HEADER + slot * STRIDE)
-        self._free.append(slot)
-
-    def close(self) -> None:
-        os.close(self._records)
-        os.close(self._index)
+    records = capacity(budget_bytes, record_bytes)
+    mine = folder / f"kv-{identity[:32]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mine, index = _lock(mine)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, index)
+            _make_room(folder, mine, budget_bytes, records * (record_bytes + STRIDE))
+            file = _open(mine / "records")
+            undo.callback(os.close, file)
+            store = RecordStore(
+                "disk", index, file, identity=identity, record_bytes=record_bytes, capacity=records, place=str(mine)
+            )
+            undo.pop_all()
+        return store
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(f"{mine}: {error}") from error
 
 
-def _entry(key: bytes, value: int, stamp: int) -> bytes:
-    body = ENTRY.pack(key, value, stamp)
-    return (body + struct.pack("<I", zlib.crc32(body))).ljust(STRIDE, b"\0")
+def _open(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.fchmod(file, 0o600)
+    return file
+
+
+def _lock(first: Path) -> tuple[Path, int]:
+    """The first of an identity's subfolders that no process uses, and its index, locked.
+
+    A process that is killed holds its lock until the last of its writes has ended, and its memory has been given back:
+    the subfolder that has been in use is waited for a moment.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for number in range(1, ENGINES + 1):
+        mine = first if number == 1 else first.with_name(f"{first.name}.{number}")
+        while (index := _try(mine)) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if index is not None:
+            if number > 1:
+                log.warning("%s is in use by another engine; the KV pages of this one go to %s", first, mine)
+            return mine, index
+    raise DiskError(f"{first} is in use, and so are those of {ENGINES - 1} more engines: give this one another folder")
+
+
+def _try(mine: Path) -> int | None:
+    """Make a subfolder and lock its index; None where another process has it, or is just removing it."""
+    mine.mkdir(exist_ok=True, mode=0o700)
+    mine.chmod(0o700)
+    index = _open(mine / "index")
+    try:
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(index), (mine / "index").stat()):
+            return index
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(index)
+    return None
 
 
 def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> None:
-    """Remove other identities' folders that nobody uses, the longest unused first, until ``wanted`` bytes are left.
+    """Remove other subfolders that nobody uses, the longest unused first, until ``wanted`` bytes are left.
 
     Raises ``DiskError`` where the file system has not got them.
     """
     others = []
     for other in folder.iterdir():
-        if other != mine and re.fullmatch("kv-[0-9a-f]{32}", other.name) and other.is_dir() and not other.is_symlink():
+        ours = re.fullmatch(r"kv-[0-9a-f]{32}(\.\d)?", other.name)
+        if other != mine and ours and other.is_dir() and not other.is_symlink():
             used = sum(file.stat().st_blocks * 512 for file in other.iterdir())
             others.append((max((file.stat().st_mtime for file in other.iterdir()), default=0.0), used, other))
     left = budget - sum(used for _, used, _ in others)
@@ -203,7 +108,7 @@ def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> None:
         if left >= wanted:
             break
         if _remove(other):
-            log.warning("removing %s, the KV pages of a model or an engine that has gone: %d bytes", other, used)
+            log.warning("removing %s, KV pages that no engine uses, for want of room: %d bytes", other, used)
             left += used
     have = shutil.disk_usage(folder).free + sum(file.stat().st_blocks * 512 for file in mine.iterdir())
     if have < wanted:
@@ -213,9 +118,9 @@ def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove the folder of an identity unless a process holds it."""
+    """Remove a subfolder unless a process holds it."""
     try:
-        index = os.open(folder / "index", os.O_RDONLY | os.O_NOFOLLOW)
+        index = os.open(folder / "index", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from jaxserve.batch import Packer, StepBatch
 from jaxserve.constraint import GRACE_SECONDS, Mask, MaskPool
-from jaxserve.host_tier import Block
-from jaxserve.metrics import EngineMetrics
+from jaxserve.host_tier import Block, Spill
+from jaxserve.metrics import TIERS, EngineMetrics
 from jaxserve.output import LogprobRows, SequenceOutput
 from jaxserve.request import Delta, EngineDeadError, FinishReason, QueueFullError, TokenLogprob
 from jaxserve.scheduler import Scheduler
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.05
 """Between two looks at what an idle engine still moves."""
+COPY_SECONDS = 0.005
+"""The same where there is more to be moved."""
 OnDelta = Callable[[Delta], None]
 
 
@@ -35,6 +37,8 @@ class StepRunner(Protocol):
     def launch(self, batch: StepBatch) -> Any: ...
 
     def collect(self, step: Any) -> Any: ...
+
+    def spill(self, spill: Spill) -> None: ...
 
 
 @dataclass(slots=True)
@@ -84,12 +88,13 @@ class Engine:
         self._queued = 0
         self._arrivals = 0
         self._progress = time.monotonic()
-        self._flight: deque[tuple[StepPlan, Any]] = deque()
+        self._flight: deque[tuple[StepPlan, Any, float]] = deque()
+        """Steps, and when they were launched."""
         self._preemptions = 0
         self._transfers: deque[tuple[Block, float]] = deque()
         """Spills that have not been seen to end, and when they were launched."""
         self._writes = 0
-        """Blocks that were waiting for the disk when it was last looked at."""
+        """Blocks that were waiting for the stores when they were last looked at."""
         self._masks = MaskPool(self._mask_ready)
         self._ready: deque[tuple[Any, Mask]] = deque()
         """Masks that have been computed and not taken in yet."""
@@ -100,10 +105,10 @@ class Engine:
         self._stalled = False
         """Nothing can run before a mask is ready."""
         self._grace = 0.0
-        cache = scheduler.cache
-        self._disk = None if cache is None else cache.disk
-        if self._disk is not None:
-            self._disk.notify = self._notify
+        self.cache = scheduler.cache
+        self._stores = self.cache.stores
+        if self._stores is not None:
+            self._stores.notify = self._notify
         self.thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -197,15 +202,13 @@ class Engine:
         return not closing
 
     def _take_records(self) -> None:
-        """What has come from the disk goes to the host tier; whoever waited for it can be admitted."""
-        if self._disk is None or not self._disk.has_arrived:
+        """What has come from the stores goes to the host tier; whoever waited for it can be admitted."""
+        if self._stores is None or not self._stores.has_arrived:
             return
-        cache = self.scheduler.cache
-        assert cache is not None
-        assert cache.tier is not None
-        for arrival in self._disk.arrived():
-            for keys, data in arrival.blocks:
-                cache.tier.adopt(keys, data)
+        assert self.cache.tier is not None
+        for arrival in self._stores.arrived():
+            for keys, data, source in arrival.blocks:
+                self.cache.tier.adopt(keys, data, source)
         self._stalled = False
         self._progress = time.monotonic()
 
@@ -221,10 +224,13 @@ class Engine:
             self._soon.clear()
         if self._ready or self._flight or not (self.scheduler.idle or self._stalled):
             return False
-        if self._disk is not None and self._disk.has_arrived:
+        if self._stores is not None and self._stores.has_arrived:
             return False
-        if self._transfers or self._writes:  # until the gauges are at rest too
-            self._wake.wait(SETTLE_SECONDS)
+        behind = bool(self.cache.backlog)
+        if behind and not self._transfers and self._stores is not None and not self._stores.busy:
+            return False
+        if behind or self._transfers or self._writes:  # until the gauges are at rest too
+            self._wake.wait(COPY_SECONDS if behind else SETTLE_SECONDS)
             self._note_transfers()
         else:
             self._wake.wait()
@@ -235,20 +241,37 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._note_admissions(plan)
-            self._flight.append((plan, self.runner.launch(self.packer.pack(plan))))
-            now = time.monotonic()
-            self._transfers.extend((spill.block, now) for spill in plan.spills)
-            for restore in plan.restores:
-                self.metrics.restored(restore.block.nbytes)
+            self._flight.append((plan, self.runner.launch(self.packer.pack(plan)), time.monotonic()))
+            self._launched(plan.spills)
         if self._flight and (plan is None or len(self._flight) > self.depth):
             self._collect(*self._flight.popleft())
         elif plan is None and not self.scheduler.idle:
-            if not (self._awaited or (self._disk is not None and self._disk.reading)):
+            if not (self._awaited or (self._stores is not None and self._stores.reading)):
                 raise RuntimeError("sequences wait but none can run: the scheduler is stuck")
             self._stalled = True
+        if plan is None and not self._flight:
+            self._copy()
         if self.scheduler.idle and not self._flight:
             self.scheduler.check()
             self._gauges(0)
+
+    def _launched(self, spills: list[Spill]) -> None:
+        """Spills have been launched: what outlives the process gets them as well as the host tier."""
+        now = time.monotonic()
+        for spill in spills:
+            self._transfers.append((spill.block, now))
+            if self._stores is not None:
+                self._stores.save(spill.block, range(len(spill.block.keys)))
+
+    def _copy(self) -> None:
+        """No step runs: launch by itself what would have gone with the next one."""
+        if not self.cache.spills:
+            return
+        spills = list(self.cache.spills)
+        self.cache.spills.clear()
+        for spill in spills:
+            self.runner.spill(spill)
+        self._launched(spills)
 
     def _note_admissions(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -266,20 +289,23 @@ class Engine:
 
     def _note_reuse(self, seq: Sequence, known: int) -> None:
         """A sequence has been admitted with its first ``known`` tokens in the cache."""
-        size = self.scheduler.pool.page_size
-        loaded = min(seq.loaded * size, known)
-        disk = min(seq.from_disk * size, loaded)
+        left, found = known, {}
+        for tier, pages in seq.loaded.items():
+            found[tier] = min(pages * self.scheduler.pool.page_size, left)
+            left -= found[tier]
         if seq.preemptions == 0:
             self.metrics.prefix_lookup(len(seq.prompt), known)
-            self.metrics.reused(known - loaded, loaded - disk, disk)
+            self.metrics.reused({"device": left, **found})
         elif known < len(seq) - 1:
             self.metrics.resumed("recompute")
         else:
-            self.metrics.resumed("disk" if disk else "host" if loaded else "device")
+            self.metrics.resumed(max(found, key=TIERS.index, default="device"))
 
-    def _collect(self, plan: StepPlan, step: Any) -> None:
+    def _collect(self, plan: StepPlan, step: Any, launched: float) -> None:
         result = self.runner.collect(step)
         now = self._progress = time.monotonic()
+        for restore in plan.restores:
+            self.metrics.restored(restore.block.nbytes, now - launched)
         for rows, values in result.prompt:
             self._prompt_logprobs(rows, LogprobRows(*values))
         logprobs = LogprobRows(*result.logprobs) if result.logprobs is not None else None
@@ -406,29 +432,21 @@ class Engine:
         self._note_transfers()
 
     def _note_transfers(self) -> None:
-        cache = self.scheduler.cache
-        tier = None if cache is None else cache.tier
+        cache, tier = self.cache, self.cache.tier
         while self._transfers and self._transfers[0][0].ready:
             block, launched = self._transfers.popleft()
             self.metrics.spilled(block.nbytes, time.monotonic() - launched)
             if tier is not None:
                 tier.seal(block)
-        if cache is None:
-            return
         self.metrics.tiers(self.scheduler.pool.kept, len(self._transfers))
         if tier is not None:
             counts = tier.counts
             self.metrics.host_tier(tier.usage, counts.dropped, counts.refused, counts.damaged)
-        if self._disk is not None:
-            store, self._writes = self._disk.store, self._disk.pending
-            moved = {"read": store.counts.read, "write": store.counts.written}
-            self.metrics.disk_tier(
-                self._disk.usage,
-                self._writes,
-                {way: count * store.record_bytes for way, count in moved.items()},
-                self._disk.read_seconds,
-                {"evicted": store.counts.evicted, "refused": store.counts.refused, "damaged": store.counts.damaged},
-            )
+        if self._stores is not None:
+            self._writes = self._stores.pending
+            self.metrics.stores(self._writes, self._stores.wait_seconds, cache.backed_up, len(cache.backlog))
+            for store in self._stores.stores:
+                self.metrics.store(store.name, store.usage, store.record_bytes, store.counts)
 
     def _end_all(self) -> None:
         """The loop is over: collect nothing more, tell everybody."""

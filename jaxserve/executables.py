@@ -1,36 +1,35 @@
 """Compiled programs, kept on disk: lower from abstract shapes, compile in threads, serialize; next time only load.
 
-An entry's key covers everything that shapes the machine code: versions, XLA flags, device kind and count, CPU
-features, the program's own description (model config, shapes, dtypes, shardings) and a hash of our sources. Entries are
-executable code: the folder is private to the user. A damaged or stale entry is discarded with one line saying why, and
-rebuilt.
+``program_key`` says what an entry's key covers, ``entries`` how it lies on disk. A damaged or foreign entry is
+discarded with one line saying why, and rebuilt. Several processes may share a folder: what one compiles the others wait
+for.
 """
 
-import hashlib
-import json
 import logging
 import os
 import pickle
-import platform
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve import entries, program_key
+from jaxserve.config import ConfigError
 
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
-_MAGIC = b"jaxserve-exe-1\n"
+WAIT_SECONDS = 600.0
+"""How long to wait for another process that compiles the same program, before doing it as well."""
 
 
 @dataclass(frozen=True)
@@ -43,62 +42,205 @@ class Program:
     donate: tuple[int, ...] = ()
     out_shardings: Any = None
     about: str = ""
+    model: str = ""
+    """What it belongs to, for people."""
 
 
 @dataclass
 class Tally:
-    """What became of the programs: for the start-up report."""
+    """What became of the programs: for the start-up report and the metrics."""
 
     loaded: int = 0
     compiled: int = 0
+    waiting: int = 0
+    """Known to be stored, and still to be loaded."""
+    untuned: int = 0
+    """Of the loaded: compiled ahead on a machine without the device."""
     discarded: list[str] = field(default_factory=list)
+    missed: Counter[str] = field(default_factory=Counter)
+    """Compiled programs by the reason that none was found."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """The same by ``program_key.REASONS``."""
+    evicted: int = 0
     seconds: float = 0.0
     """Summed over threads."""
+    bytes: int = 0
+    """Of the entries that were loaded or written."""
+
+    def report(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"loaded": self.loaded, "compiled": self.compiled, "discarded": list(self.discarded)}
+        if self.missed:
+            shown["why_compiled"] = [f"{count} x {text}" for text, count in self.missed.most_common(8)]
+        if self.waiting:
+            shown["still_to_load"] = self.waiting
+        if self.untuned:
+            shown["compiled_without_the_device"] = self.untuned
+        return shown
+
+
+class Programs(dict[str, Compiled]):
+    """Programs by name. One that is still to be loaded is loaded, or waited for, when it is asked for."""
+
+    def __init__(self) -> None:
+        self._later: dict[str, tuple[Future[Compiled], Callable[[], Compiled]]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def load_later(self, jobs: dict[str, Callable[[], Compiled]]) -> None:
+        """Load these on a thread, in order."""
+        if jobs:
+            self._pool = ThreadPoolExecutor(1, "programs")
+            self._later = {name: (self._pool.submit(job), job) for name, job in jobs.items()}
+
+    def __missing__(self, name: str) -> Compiled:
+        future, job = self._later[name]
+        found = job() if future.cancel() else future.result()
+        self[name] = found
+        return found
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for name in self._later:
+            self[name]
+
+    def close(self) -> None:
+        """Load no more."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Job:
+    program: Program
+    facts: dict[str, str]
+    path: Path
+    others: tuple[Path, ...]
+    """Entries that serve as well."""
 
 
 class ExecutableStore:
-    """Builds programs, keeping them under ``folder``. Thread-safe; several processes may share a folder."""
+    """Builds programs, keeping them under ``folder``. Thread-safe; several processes may share a folder.
 
-    def __init__(self, folder: Path, devices: Iterable[jax.Device]):
+    ``most`` bounds the folder's bytes; what this store has used is never removed for it. ``ahead`` says that the
+    devices are only described: programs are compiled and stored, and cannot be loaded here. Raises ``ConfigError``
+    where the folder cannot be trusted.
+    """
+
+    def __init__(self, folder: Path, devices: Iterable[Any], most: int = 4 << 30, *, ahead: bool = False):
         self.folder = folder / "executables"
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.folder.chmod(0o700)  # it may have been there
+        try:
+            entries.prepare(self.folder)
+        except entries.FolderError as error:
+            raise ConfigError(f"cache_dir: {error}") from None
         self.devices = list(devices)
-        self.environment = _environment(self.devices)
+        self.most, self.ahead = most, ahead
+        self.environment = program_key.environment(self.devices)
+        if ahead:
+            self.environment["runtime"] = program_key.ANY_RUNTIME
         self.tally = Tally()
+        self.used: set[Path] = set()
+        self._memory = _default_memory(self.devices[0])
         self._lock = threading.Lock()
         self._compiling = 0
         self._cache_was_on = True
+        self._files: dict[str, list[Path]] | None = None
 
     def build_all(
         self,
         programs: Iterable[Program],
         workers: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> dict[str, Compiled]:
-        """Load or compile every program, in threads; ``progress(done, total)`` is told of each."""
-        programs = list(programs)
-        out = {}
+        first: Collection[str] | None = None,
+    ) -> Programs:
+        """Load or compile every program, in threads; ``progress(done, total)`` is told of each.
+
+        With ``first``, stored programs of other names are loaded afterwards, on a thread; what has to be compiled is
+        compiled now.
+        """
+        jobs = [self._job(program) for program in programs]
+        later = [] if first is None else [job for job in jobs if job.program.name not in first and self._stored(job)]
+        names = {job.program.name for job in later}
+        now, busy, out = [job for job in jobs if job.program.name not in names], [], Programs()
         with ThreadPoolExecutor(workers or os.cpu_count() or 1, "compile") as pool:
-            for program, compiled in zip(programs, pool.map(self.build, programs), strict=True):
-                out[program.name] = compiled
-                if progress:
-                    progress(len(out), len(programs))
+            for wait in (0.0, WAIT_SECONDS):
+                for job, compiled in zip(
+                    now, pool.map(lambda job, wait=wait: self._build(job, wait), now), strict=True
+                ):
+                    if compiled is None and not wait:
+                        busy.append(job)
+                        continue
+                    assert compiled is not None
+                    out[job.program.name] = compiled
+                    if progress:
+                        progress(len(out), len(jobs) - len(later))
+                now, busy = busy, []
+        self.tally.waiting = len(later)
+        out.load_later({job.program.name: lambda job=job: self._late(job) for job in later})  # type: ignore[misc]
+        self._trim([path for job in jobs for path in (job.path, *job.others)])
         return out
 
     def build(self, program: Program) -> Compiled:
         """Load the program from disk, or compile and store it."""
+        compiled = self._build(self._job(program), WAIT_SECONDS)
+        assert compiled is not None
+        return compiled
+
+    def has(self, program: Program) -> bool:
+        """Whether the program is stored, by a look at its file's size."""
+        return self._stored(self._job(program))
+
+    def _stored(self, job: _Job) -> bool:
+        return any(entries.whole(path) for path in (job.path, *job.others))
+
+    def path(self, program: Program) -> Path:
+        """Where the program is kept."""
+        return self._job(program).path
+
+    def _job(self, program: Program) -> _Job:
+        facts = {**self.environment, **program_key.describe(program, self._memory)}
+        stem = _file_name(program.name)
+        others: tuple[Path, ...] = ()
+        if "runtime" in facts and not self.ahead:
+            untuned = program_key.key({**facts, "runtime": program_key.ANY_RUNTIME})
+            others = (self.folder / f"{stem}-{untuned}",)
+        return _Job(program, facts, self.folder / f"{stem}-{program_key.key(facts)}", others)
+
+    def _late(self, job: _Job) -> Compiled:
+        try:
+            compiled = self._build(job, WAIT_SECONDS)
+        finally:
+            with self._lock:
+                self.tally.waiting -= 1
+        assert compiled is not None
+        return compiled
+
+    def _build(self, job: _Job, wait: float) -> Compiled | None:
+        """The program; None where another process is compiling it, after ``wait`` seconds, if that is 0."""
         begun = time.perf_counter()
-        path = self.folder / f"{_file_name(program.name)}-{self._key(program)}"
-        compiled = self._load(path)
-        fresh = compiled is None
+        compiled = self._load(job)
         if compiled is None:
-            compiled = self._compile(program)
-            self._save(path, compiled)
+            with entries.making(job.path, wait) as draft:
+                if draft is None and not wait:
+                    return None
+                compiled = self._load(job)  # somebody else may have made it in the meantime
+                if compiled is None:
+                    compiled = self._make(job, draft)
         with self._lock:
-            self.tally.loaded += not fresh
-            self.tally.compiled += fresh
             self.tally.seconds += time.perf_counter() - begun
+        return compiled
+
+    def _make(self, job: _Job, draft: entries.Draft | None) -> Compiled:
+        kind, why = self._reason(job)
+        compiled = self._compile(job.program)
+        facts = {**job.facts, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        data = entries.encode(facts, pickle.dumps(serialize_executable.serialize(compiled)))
+        if draft is not None:
+            draft.write(data)
+        with self._lock:
+            self.used.add(job.path)
+            self.tally.compiled += 1
+            self.tally.bytes += len(data)
+            self.tally.missed[why] += 1
+            self.tally.kinds[kind] += 1
         return compiled
 
     def _compile(self, program: Program) -> Any:
@@ -128,93 +270,71 @@ class ExecutableStore:
                     jax.config.update("jax_enable_compilation_cache", self._cache_was_on)
                     compilation_cache.reset_cache()
 
-    def _key(self, program: Program) -> str:
-        leaves, tree = jax.tree.flatten(program.args)
-        described = [f"{leaf.dtype}{leaf.shape}{leaf.sharding}" for leaf in leaves]
-        parts = [self.environment, program.name, program.about, str(tree), described, str(program.donate)]
-        parts.append(str(program.out_shardings))
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-    def _load(self, path: Path) -> Any | None:
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        try:
-            magic, digest, body = data[: len(_MAGIC)], data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
-            if magic != _MAGIC or hashlib.sha256(body).digest() != digest:
-                raise ValueError("damaged file")
-            payload, in_tree, out_tree = pickle.loads(body)
-            return serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, backend=self.devices[0].client, execution_devices=self.devices
-            )
-        except Exception as error:
-            reason = f"{path.name}: {error}"
-            log.warning("discarding a stored executable, %s", reason)
+    def _load(self, job: _Job) -> Compiled | None:
+        for path in (job.path, *job.others):
+            try:
+                found = entries.read(path)
+                if found is None:
+                    continue
+                compiled = self.decode(found[1])
+            except Exception as error:
+                self._discard(path, str(error) or type(error).__name__)
+                continue
+            entries.touch(path)
             with self._lock:
-                self.tally.discarded.append(reason)
-            path.unlink(missing_ok=True)
-            return None
+                self.used.add(path)
+                self.tally.loaded += 1
+                self.tally.untuned += path != job.path
+                self.tally.bytes += len(found[1])
+            return compiled
+        return None
 
-    def _save(self, path: Path, compiled: Any) -> None:
-        body = pickle.dumps(serialize_executable.serialize(compiled))
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:  # 0600, renamed into place
-            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-        os.replace(file.name, path)
+    def decode(self, code: memoryview) -> Compiled:
+        """A program from an entry's code. Raises whatever is wrong with it."""
+        payload, in_tree, out_tree = pickle.loads(code)
+        if self.ahead:
+            return _cannot_run
+        return serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, backend=self.devices[0].client, execution_devices=self.devices
+        )
+
+    def _discard(self, path: Path, why: str) -> None:
+        reason = f"{path.name}: {why}"
+        log.warning("discarding a stored executable, %s", reason)
+        with self._lock:
+            self.tally.discarded.append(reason)
+        path.unlink(missing_ok=True)
+
+    def _reason(self, job: _Job) -> tuple[str, str]:
+        """Why the program was not found."""
+        with self._lock:
+            if any(text.startswith(job.path.name) for text in self.tally.discarded):
+                return "damaged", program_key.REASONS["damaged"]
+            if self._files is None:
+                self._files = {}
+                for name in os.listdir(self.folder):
+                    self._files.setdefault(name.rpartition("-")[0], []).append(self.folder / name)
+        others = (entries.facts(path) for path in self._files.get(_file_name(job.program.name), ()))
+        return program_key.reason(job.facts, [facts for facts in others if facts])
+
+    def _trim(self, needed: Iterable[Path]) -> None:
+        gone = entries.evict(self.folder, self.most, self.used.union(needed))
+        self.tally.evicted += len(gone)
+        if gone:
+            log.info("removed %d stored executables that were used longest ago, to keep to the bound", len(gone))
+
+
+def _cannot_run(*_: Any) -> Any:
+    raise RuntimeError("this program was compiled for another machine's devices")
+
+
+def _default_memory(device: Any) -> str | None:
+    """The kind of memory that shardings on the device mean by default; None for devices that are only described."""
+    try:
+        return device.default_memory().kind
+    except (RuntimeError, NotImplementedError):  # XlaRuntimeError: unimplemented
+        return None
 
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "+-_." else "_" for c in name)
-
-
-def _environment(devices: list[jax.Device]) -> dict[str, Any]:
-    """What machine code depends on beside the program."""
-    client = devices[0].client
-    return {
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": client.platform,
-        "platform_version": client.platform_version,
-        "devices": [d.device_kind for d in devices],
-        "visible": len(client.devices()),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "cpu": _cpu_features() if client.platform == "cpu" else "",
-        "matmul_precision": str(jax.config.jax_default_matmul_precision),
-        "sources": source_hash(),
-    }
-
-
-def _cpu_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-_TRACED = (
-    "batch",
-    "buckets",
-    "config",
-    "decoder",
-    "experts",
-    "layer_spec",
-    "layers",
-    "moe",
-    "programs",
-    "quantization/array",
-    "rope",
-    "sampler",
-    "sharding",
-)
-"""Modules of ours that programs are traced from, beside the kernels."""
-
-
-def source_hash() -> str:
-    """Hash of the sources that shape programs. Editing anything else keeps the stored executables."""
-    digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
-    files = [root / "jaxserve" / f"{name}.py" for name in _TRACED]
-    for path in [*files, *sorted((root / "pallas_kernels").rglob("*.py"))]:
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()

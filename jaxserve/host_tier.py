@@ -3,7 +3,7 @@
 A page is a record under its key (see ``prefix_cache``). Records that leave together lie in one block, which is what the
 runner moves: it fills ``Block.data`` when it launches the step that was planned with the spill. Nothing waits for a
 transfer: whoever restores a block depends on its data, and the device runs steps in order. Blocks go, the longest
-unused first, when the budget is full; the disk tier may take them.
+unused first, when the budget is full; stores beneath may take them.
 """
 
 import logging
@@ -30,8 +30,8 @@ class Block:
     """Records that can still be asked for."""
     sums: list[int] | None = None
     """A checksum a record, where the tier has been told to take them."""
-    fetched: bool = False
-    """It came from the disk and has not been used."""
+    source: str = "host"
+    """Where it is used from: "host", or the store that it has come from and not been used since."""
 
     @property
     def ready(self) -> bool:
@@ -155,10 +155,10 @@ class HostTier:
         self.counts.spilled += room
         return blocks
 
-    def adopt(self, keys: Sequence[bytes], data: Any) -> None:
-        """Take records that have come from the disk; as many as some block may hold, and not more than there is room
+    def adopt(self, keys: Sequence[bytes], data: Any, source: str) -> None:
+        """Take records that have come from a store; as many as some block may hold, and not more than there is room
         for."""
-        self._add(Block(list(keys), data, fetched=True))
+        self._add(Block(list(keys), data, source=source))
 
     def blocks(self) -> list[Block]:
         """All of them, the longest unused first."""

@@ -1,49 +1,74 @@
-"""What KV pages belong to: a hash of the weights and of everything else that decides what a page holds.
+"""What KV pages belong to: a hash of the weights' files and of everything else that decides what a page holds.
 
-The weights are read whole, on the devices, a moment's work for memory that they have just been put into: file names,
-sizes and dates would not tell two fine-tunes of one model apart.
+It is the same whether the weights come from disk or from a sidecar, which has hashed the files as it read them. Two
+fine-tunes of one model differ in their files' content and share nothing.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxserve.executables import ExecutableStore, Program
-from jaxserve.params import Params
+import checkpoints
 from jaxserve.programs import ProgramSet
+from jaxserve.sidecar import files, key
+
+REMEMBERED = 1000
+"""Files whose hashes are kept."""
 
 
-def identity(programs: ProgramSet, weights: Params, store: ExecutableStore) -> str:
-    """Hexadecimal; equal only for engines that compute the same pages: weights, layout, programs, devices."""
-    sums = []
-    built: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(weights)[0]:
-        about = f"{leaf.shape} {leaf.dtype} {leaf.sharding}"
-        if about not in built:
-            name = f"fingerprint {hashlib.sha256(about.encode()).hexdigest()[:16]}"
-            shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            built[about] = store.build(Program(name, fingerprint, (shape,)))
-        sums.append((jax.tree_util.keystr(path), about, built[about](leaf)))
-    found = [(path, about, np.asarray(value).tolist()) for path, about, value in sums]
+def identity(programs: ProgramSet, content: Mapping[str, str], environment: Mapping[str, Any]) -> str:
+    """Hexadecimal; equal only for engines that compute the same pages: weights, layout, programs, devices.
+
+    ``content`` has the SHA-256 of the checkpoint's files by name, ``environment`` what the programs depend on.
+    """
+    fields = key.fields(programs.cfg, programs.dtype, programs.mesh.size, programs.specs, "target")
     layout = (programs.record_shape, programs.cache.dtype, programs.page_size)
-    facts = [str(programs.cfg), str(layout), str(dict(programs.mesh.shape)), store.environment, found]
+    facts = [fields, dict(content), layout, dict(programs.mesh.shape), dict(environment)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def fingerprint(array: jax.Array) -> jax.Array:
-    """Two sums, uint32 ``[2]``, over every bit of an array and where it stands."""
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
-    where, stride = jnp.uint32(0), 1
-    for axis in reversed(range(array.ndim)):
-        where = where + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= array.shape[axis]
-    mixed = (bits ^ (where * jnp.uint32(0x9E3779B1))) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
-    mixed = mixed ^ (mixed >> 13)
-    again = (mixed + where) * jnp.uint32(0x27D4EB2F)
-    return jnp.stack([mixed.sum(dtype=jnp.uint32), (again ^ (again >> 16)).sum(dtype=jnp.uint32)])
+def content(source: checkpoints.Checkpoint, folder: Path) -> dict[str, str]:
+    """SHA-256 of the checkpoint's files by name.
+
+    A file is read once: as long as its inode, size and times are what they were, the hash is the one that was noted in
+    ``folder`` then.
+    """
+    notes = folder / "checkpoints.json"
+    known = _read(notes)
+    found, new = {}, {}
+    for path in source.files:
+        absolute, stat = os.path.abspath(path), files.look(path)
+        noted = known.get(absolute)
+        if noted is not None and noted[1] == list(stat):
+            value = noted[0]
+        else:
+            settled = files.settled(stat)
+            value = files.sha256(path)
+            if settled and files.look(path) == stat:
+                new[absolute] = [value, list(stat)]
+        found[files.relative(path, source.path)] = value
+    if new:
+        kept = {path: note for path, note in known.items() if path not in new} | new
+        with contextlib.suppress(OSError):  # then they are hashed again
+            _write(notes, dict(list(kept.items())[-REMEMBERED:]))
+    return found
+
+
+def _read(notes: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(notes.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    sound = isinstance(known, dict) and all(isinstance(note, list) and len(note) == 2 for note in known.values())
+    return known if sound else {}
+
+
+def _write(notes: Path, known: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=notes.parent, delete=False) as file:  # 0600, renamed into place
+        json.dump(known, file)
+    os.replace(file.name, notes)

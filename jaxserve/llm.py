@@ -186,12 +186,15 @@ class LLM:
         """Stop the engine; open requests end with "abort". Happens by itself when the process ends."""
         self._engine.close()
         atexit.unregister(self._at_exit)
+        self._built.runner.compiled.close()
         cache = self._engine.scheduler.cache
-        if cache is not None and not self._closed:
+        if not self._closed:
             keep(cache, self._built.runner if self._engine.error is None else None)
         self._closed = True
         if self._engine.error is None:
             self._built.runner.wait()
+        if self._built.link is not None:
+            self._built.link.close()
         if self._listener is not None:
             jax.monitoring.unregister_event_duration_listener(self._listener)
             self._listener = None
@@ -255,7 +258,7 @@ class LLM:
                 bad_words=bad,
                 constraint=None if grammar is None else grammar.start(),
                 priority=priority,
-                chain=None if cache is None else cache.chain(ids, cache_salt),
+                chain=cache.chain(ids, cache_salt) if self.config.prefix_caching else None,
             )
             if own.prompt_logprobs is not None:
                 seq.prompt_logprobs = [None] * len(ids)

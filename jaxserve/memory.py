@@ -3,17 +3,20 @@
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import TYPE_CHECKING
 
 from jaxserve.config import ConfigError, EngineConfig
+
+if TYPE_CHECKING:
+    import jax
 
 GPU_UTILIZATION = 0.9
 CPU_UTILIZATION = 0.5
 HOST_KV_GIB = 8
 """What a GPU's host gives to pages that leave the device, unless told otherwise."""
 STAGING_KV_GIB = 1
-"""What a CPU's pages pass through on their way to the disk, unless told otherwise."""
+"""What a CPU's pages pass through on their way to a disk, or have in a sidecar, unless told otherwise."""
+STAGING_BYTES = 256 << 20
 DISK_KV_GIB = 16
 CPU_KV_BYTES = 1 << 30
 """What a CPU gives the KV cache unless told otherwise: its memory is for others too."""
@@ -27,7 +30,7 @@ class Memory:
     free: int
 
 
-def measure(device: jax.Device) -> Memory:
+def measure(device: "jax.Device") -> Memory:
     """What the device's allocator may use; for a CPU, the host's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -68,7 +71,8 @@ def host_budget(config: EngineConfig, *, gpu: bool) -> int:
     """Bytes of host memory for KV pages that leave the device. Raises ``ConfigError`` where they are not there."""
     if not config.prefix_caching:
         return 0
-    default = HOST_KV_GIB if gpu else STAGING_KV_GIB if config.disk_kv_path is not None else 0
+    outlives = config.disk_kv_path is not None or config.uses_sidecar
+    default = HOST_KV_GIB if gpu else STAGING_KV_GIB if outlives else 0
     wanted = default if config.host_kv_gib is None else config.host_kv_gib
     budget, free = int(wanted * 2**30), host().free
     if budget > free:
@@ -76,6 +80,20 @@ def host_budget(config: EngineConfig, *, gpu: bool) -> int:
             return free // 4
         raise ConfigError(f"host_kv_gib {wanted:g} does not fit: {free / 2**30:.1f} GiB of host memory are free")
     return budget
+
+
+def step_below(pages: int) -> int:
+    """The highest of 32 steps an octave that is at most ``pages``."""
+    step = 1 << max(0, pages.bit_length() - 6)
+    return pages // step * step
+
+
+def staging(pool_bytes: int, longest_bytes: int) -> int:
+    """Bytes of the engine's own host memory for pages on their way from a pool in a sidecar.
+
+    A quarter of the pool or 256 MiB, but as much as the longest sequence takes if that is half of the pool at most.
+    """
+    return min(pool_bytes // 2, max(longest_bytes, min(pool_bytes // 4, STAGING_BYTES)))
 
 
 def disk_budget(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -19,6 +20,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from jaxserve.record_store import StoreCounts
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +43,7 @@ COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TIMES = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 
 LABELS = ("model_name", "engine")
-TIERS = ("device", "host", "disk")
-WAYS = ("read", "write")
+TIERS = ("device", "host", "sidecar", "disk")
 LOSSES = ("evicted", "refused", "damaged")
 ENGINE = "0"
 """The number of the engine, which the peer's dashboards ask for; a process has one."""
@@ -98,6 +100,20 @@ class _Gauge:
     def family(self, prefix: str, model: str) -> Metric:
         family = GaugeMetricFamily(prefix + self.name, self.text, labels=LABELS)
         family.add_metric((model, ENGINE), self.value)
+        return family
+
+
+class _Table:
+    """Counts or gauges with labels of their own, as somebody else keeps them."""
+
+    def __init__(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, *labels: str):
+        self.kind, self.name, self.text, self.labels = kind, name, text, labels
+        self.rows: dict[tuple[str, ...], float] = {}
+
+    def family(self, prefix: str, model: str) -> Metric:
+        family = self.kind(prefix + self.name, self.text, labels=(*LABELS, *self.labels))
+        for labels, value in self.rows.items():
+            family.add_metric((model, ENGINE, *labels), value)
         return family
 
 
@@ -174,7 +190,10 @@ class EngineMetrics(Collector):
         ways = ("device_to_host", "host_to_device")
         self._moved = counter("kv_offload_total_bytes", "Bytes of KV pages moved.", "transfer_type", ways)
         self._moving = counter(
-            "kv_offload_total_time", "Seconds from the launch of a transfer to its end.", "transfer_type", ways[:1]
+            "kv_offload_total_time",
+            "Seconds from the launch of a transfer to its end; of one from the host, to the end of its step.",
+            "transfer_type",
+            ways,
         )
         self._dropped = counter(
             "host_kv_dropped_pages",
@@ -182,13 +201,29 @@ class EngineMetrics(Collector):
             "reason",
             LOSSES,
         )
-        self._disk_usage = gauge("disk_kv_usage_perc", "Share of the disk's room for KV pages in use; 1 is all of it.")
-        self._disk_pending = gauge("disk_kv_pending_writes", "Blocks of KV pages that wait to be written to the disk.")
-        self._disk_moved = counter("disk_kv_bytes", "Bytes of KV pages on their way to the disk and back.", "way", WAYS)
-        self._disk_reading = counter("disk_kv_read_seconds", "Seconds that KV pages took to come from the disk.")
-        self._disk_dropped = counter("disk_kv_dropped_pages", "Pages that the disk lost.", "reason", LOSSES)
+        self._store_usage = _Table(
+            GaugeMetricFamily, "kv_store_usage_perc", "Share of a store's room in use; 1 is all of it.", "store"
+        )
+        self._store_bytes = _Table(
+            CounterMetricFamily, "kv_store_bytes", "Bytes of KV pages read and written.", "store", "way"
+        )
+        self._store_seconds = _Table(CounterMetricFamily, "kv_store_seconds", "Seconds that took.", "store", "way")
+        self._store_dropped = _Table(
+            CounterMetricFamily, "kv_store_dropped_pages", "Pages that a store lost.", "store", "reason"
+        )
+        self._store_pending = gauge("kv_store_pending_writes", "Blocks of KV pages that wait to be written.")
+        self._store_waits = counter("kv_store_wait_seconds", "Seconds that requests waited for KV pages from a store.")
+        self._backups = counter("kv_backup_pages", "Pages copied to the stores while they were on the device.")
+        self._backlog = gauge("kv_backup_pending_pages", "Pages on the device that are still to be copied.")
+        outcomes = ("loaded", "compiled", "discarded", "evicted")
+        self._executables = counter("executables", "Programs by what became of them.", "outcome", outcomes)
+        self._missed = counter("executables_missed", "Programs that were compiled, by why none was stored.", "reason")
+        self._tally: Any = None
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
+        )
+        self._sidecar_lost = counter(
+            "sidecar_lost", "Times the sidecar that holds the weights has died under this engine."
         )
         self._errors = counter("metrics_errors", "Calls into the metrics that failed.")
 
@@ -220,13 +255,18 @@ class EngineMetrics(Collector):
         )
         self._step_tokens = histogram("iteration_tokens_total", "Tokens in one engine step.", STEP_TOKENS)
 
-        self._all = [item for item in vars(self).values() if isinstance(item, counter | gauge | histogram | _Info)]
+        kinds = (counter, gauge, histogram, _Table, _Info)
+        self._all = [item for item in vars(self).values() if isinstance(item, kinds)]
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """The families, as the registry asks for them."""
         with self._lock:
+            if (tally := self._tally) is not None:
+                counts = (tally.loaded, tally.compiled, len(tally.discarded), tally.evicted)
+                self._executables.values |= zip(("loaded", "compiled", "discarded", "evicted"), counts, strict=True)
+                self._missed.values |= tally.kinds
             families = [item.family(self._prefix, self._model_name) for item in self._all]
         yield from families
 
@@ -303,9 +343,9 @@ class EngineMetrics(Collector):
         self._prefix_hits.add(hits)
 
     @_guarded
-    def reused(self, device: int, host: int, disk: int) -> None:
-        """Tokens of a sequence's text that were known when it was admitted, by where they were."""
-        for tier, tokens in zip(TIERS, (device, host, disk), strict=True):
+    def reused(self, known: dict[str, int]) -> None:
+        """Tokens of a sequence's text that were known when it was admitted, by the tier they were in."""
+        for tier, tokens in known.items():
             self._cached.add(tokens, tier)
 
     @_guarded
@@ -325,14 +365,23 @@ class EngineMetrics(Collector):
         self._dropped.values |= dict(zip(LOSSES, (evicted, refused, damaged), strict=True))
 
     @_guarded
-    def disk_tier(
-        self, usage: float, pending: int, moved: dict[str, int], read_seconds: float, lost: dict[str, int]
-    ) -> None:
-        """The same of the disk; bytes ``moved`` by way, seconds and pages ``lost`` by reason count from the start."""
-        self._disk_usage.value, self._disk_pending.value = usage, pending
-        self._disk_moved.values |= moved
-        self._disk_reading.values[""] = read_seconds
-        self._disk_dropped.values |= lost
+    def store(self, name: str, usage: float, record_bytes: int, counts: StoreCounts) -> None:
+        """The same of a store."""
+        self._store_usage.rows[name,] = usage
+        self._store_bytes.rows |= {
+            (name, "read"): counts.read * record_bytes,
+            (name, "write"): counts.written * record_bytes,
+        }
+        self._store_seconds.rows |= {(name, "read"): counts.read_seconds, (name, "write"): counts.write_seconds}
+        lost = (counts.evicted, counts.refused, counts.damaged)
+        self._store_dropped.rows |= {(name, why): pages for why, pages in zip(LOSSES, lost, strict=True)}
+
+    @_guarded
+    def stores(self, pending: int, wait_seconds: float, backups: int, backlog: int) -> None:
+        """Blocks that wait to be written; from the start, seconds requests waited, and pages copied; and those to be
+        copied."""
+        self._store_pending.value, self._backlog.value = pending, backlog
+        self._store_waits.values[""], self._backups.values[""] = wait_seconds, backups
 
     @_guarded
     def spilled(self, nbytes: int, seconds: float) -> None:
@@ -341,9 +390,10 @@ class EngineMetrics(Collector):
         self._moving.add(seconds, "device_to_host")
 
     @_guarded
-    def restored(self, nbytes: int) -> None:
-        """A transfer from the host has been launched."""
+    def restored(self, nbytes: int, seconds: float) -> None:
+        """A transfer from the host has ended, with the step that was launched with it ``seconds`` before."""
         self._moved.add(nbytes, "host_to_device")
+        self._moving.add(seconds, "host_to_device")
 
     @_guarded
     def cache_config(self, **facts: object) -> None:
@@ -360,7 +410,16 @@ class EngineMetrics(Collector):
         """A request was refused before it was queued, or (``deadline``) ended because it took too long."""
         self._rejections.add(1, reason)
 
+    def follow_executables(self, tally: Any) -> None:
+        """Read the ``executables.Tally`` whenever metrics are asked for: it goes on after ready."""
+        self._tally = tally
+
     @_guarded
     def compiled_after_ready(self, n: int = 1) -> None:
         """``n`` executables were traced or compiled after the engine said it was ready."""
         self._compilations.add(n)
+
+    @_guarded
+    def sidecar_gone(self) -> None:
+        """The sidecar that the engine was attached to has died."""
+        self._sidecar_lost.add(1)

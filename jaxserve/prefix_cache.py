@@ -6,7 +6,10 @@ full, or a full one of which only the first tokens agree, serves too: it is copi
 
 Pages enter when the step that fills them has been planned, to be matched from the next plan on: the device runs steps
 in order. They stay while held, and afterwards until the pool needs them; then they go to the host tier, where there is
-one, and come back from it. What the host tier has no room for goes to the disk tier, and comes back through it.
+one, and come back from it.
+
+Stores that outlive the process, where there are some, get a copy of every full page soon after it has been computed,
+and bring it back through the host tier: what is lost with the process is only what has not been copied yet.
 """
 
 import hashlib
@@ -14,10 +17,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeGuard
 
-from jaxserve.disk_tier import DiskTier
-from jaxserve.host_tier import SIZES, Block, HostTier, Spill
+from jaxserve.host_tier import SIZES, Block, HostTier, Spill, sizes
 from jaxserve.pages import PagePool
+from jaxserve.store_tier import StoreTier
 
 LOOK_AT = 64
 """Pages that continue the same text are compared with a prompt at most this often, the latest first."""
@@ -50,7 +54,7 @@ class Hit:
     copy: int | None = None
     loads: list[tuple[int, Block, int]] = field(default_factory=list)
     beyond: list[bytes] = field(default_factory=list)
-    """Records on the disk that would make it longer."""
+    """Records in the stores that would make it longer."""
 
     @property
     def held(self) -> list[int]:
@@ -78,17 +82,21 @@ class Entry:
 class PrefixCache:
     """The contents of a pool's pages. ``layout`` names what else must agree: model, dtype, record layout.
 
-    A disk tier needs a host tier above it.
+    Stores need a host tier above them.
     """
 
-    def __init__(self, pool: PagePool, layout: str = "", tier: HostTier | None = None, disk: DiskTier | None = None):
+    def __init__(self, pool: PagePool, layout: str = "", tier: HostTier | None = None, stores: StoreTier | None = None):
         self.pool = pool
         self.tier = tier
-        self.disk = disk
-        if tier is not None and disk is not None:
-            tier.below = disk.save
+        self.stores = stores
+        if tier is not None and stores is not None:
+            tier.below = stores.save
         self.spills: list[Spill] = []
         """What has to be copied to the host before anything is written to the pages taken since."""
+        self.backlog: dict[bytes, None] = {}
+        """Keys of full pages on the device that are to be copied to the stores."""
+        self.backed_up = 0
+        """Pages that copies have been planned of."""
         pool.forget = self._evict
         self._layout = layout
         self._entries: dict[int, Entry] = {}
@@ -135,19 +143,21 @@ class PrefixCache:
             pages.append(0)
             best, copy = len(rest), None
         beyond = (
-            [] if self.disk is None or best == len(rest) else self._beyond(chain, tokens, limit, len(pages), len(loads))
+            []
+            if self.stores is None or best == len(rest)
+            else self._beyond(chain, tokens, limit, len(pages), len(loads))
         )
         hit = Hit(done + best, pages, copy, loads, beyond)
         self.pool.hold(hit.pinned)
         return hit
 
     def _beyond(self, chain: Chain, tokens: Sequence[int], limit: int, page: int, loads: int) -> list[bytes]:
-        """Keys of records on the disk for the pages from ``page`` on, up to the first one that is nowhere.
+        """Keys of records in the stores for the pages from ``page`` on, up to the first one that is nowhere.
 
         With those to ``loads`` they have to fit into the host tier.
         """
         assert self.tier is not None
-        assert self.disk is not None
+        assert self.stores is not None
         size = self.pool.page_size
         keys = chain.keys[page : limit // size]
         rest = tokens[limit // size * size : limit]
@@ -155,7 +165,7 @@ class PrefixCache:
             keys.append(_key(chain.before(limit // size), rest))
         found = []
         for key in keys[: max(0, self.tier.capacity - loads)]:
-            if key in self.disk:
+            if key in self.stores:
                 found.append(key)
             elif key not in self._by_key and key not in self.tier:
                 break
@@ -179,6 +189,8 @@ class PrefixCache:
             if key not in self._by_key:
                 text = tuple(tokens[page * size : (page + 1) * size])
                 self._put(pages[page], Entry(chain.before(page), text, key, key))
+        if self.stores is not None:
+            self._want_copies(self.stores, chain.keys[chain.entered : full])
         chain.entered = max(chain.entered, full)
         rest = tuple(tokens[full * size : computed]) if tail else ()
         if rest and not self._covered(chain.before(full), rest):
@@ -201,6 +213,7 @@ class PrefixCache:
         for key in reversed(chain.keys[: computed // self.pool.page_size]):
             if (known := self._by_key.get(key)) is not None:
                 self.pool.touch(known)
+        chain.entered = 0  # if it comes back, it will be with other pages
         self.let_go(pages)
 
     def let_go(self, pages: Sequence[int]) -> None:
@@ -215,15 +228,37 @@ class PrefixCache:
             yield _key(chain.before(len(chain.keys)), tail)
 
     def keepsakes(self) -> dict[bytes, int]:
-        """Kept pages that neither the host tier nor the disk has, by their record's key, the last used first."""
+        """Kept pages that neither the host tier nor a store has, by their record's key, the last used first."""
         found: dict[bytes, int] = {}
         for page in reversed(list(self.pool.oldest())):
             record = self._entries[page].record
             if record is not None and not any(
-                below is not None and record in below for below in (self.tier, self.disk)
+                below is not None and record in below for below in (self.tier, self.stores)
             ):
                 found.setdefault(record, page)
         return found
+
+    def _want_copies(self, stores: StoreTier, keys: list[bytes]) -> None:
+        """These pages, of one text, hold what they are to hold from the next plan on."""
+        planned = {key for spill in self.spills for key in spill.block.keys}
+        stores.used(key for key in reversed(keys) if key in stores)  # the end of a text goes before its beginning
+        self.backlog.update((key, None) for key in keys if key not in planned and not stores.keeps(key))
+
+    def back_up(self) -> None:
+        """Plan copies of pages that are on the device alone: a block of them, if the stores keep up.
+
+        To be called before anything else is planned: pages that have been entered since the last plan was launched
+        hold nothing yet.
+        """
+        if self.stores is None or not self.backlog or self.stores.busy:
+            return
+        found = [key for key in islice(self.backlog, SIZES[0]) if not self.stores.keeps(key)]
+        if found:
+            found = found[: sizes(len(found))[0]]
+            self.spills.append(Spill(Block(found), [self._by_key[key] for key in found]))
+            self.backed_up += len(found)
+        for key in found or list(islice(self.backlog, SIZES[0])):
+            del self.backlog[key]
 
     def _covered(self, before: bytes, rest: tuple[int, ...]) -> bool:
         after = self._after.get(before, {})
@@ -240,17 +275,23 @@ class PrefixCache:
     def _evict(self, page: int) -> None:
         """The page is taken for something else; the host tier gets it, and others that will go next."""
         entry = self._entries.get(page)
-        if self.tier is not None and entry is not None and entry.record is not None and entry.record not in self.tier:
+        if self.tier is not None and entry is not None and self._worth_a_spill(entry.record):
             found = {entry.record: page}
             for other in islice(self.pool.oldest(), LOOK_AT):
                 record = self._entries[other].record
-                if record is not None and record not in self.tier and len(found) < SIZES[0]:
+                if self._worth_a_spill(record) and len(found) < SIZES[0]:
                     found.setdefault(record, other)
             pages = list(found.values())
             for block in self.tier.put(list(found)):
                 self.spills.append(Spill(block, pages[: len(block.keys)]))
                 del pages[: len(block.keys)]
         self._forget(page)
+
+    def _worth_a_spill(self, record: bytes | None) -> TypeGuard[bytes]:
+        """Not where the host tier has it, or a store from which it comes as quickly."""
+        if record is None or self.tier is None or record in self.tier:
+            return False
+        return self.stores is None or not self.stores.near(record)
 
     def _forget(self, page: int) -> None:
         entry = self._entries.pop(page, None)
@@ -262,6 +303,7 @@ class PrefixCache:
             del self._after[entry.before]
         if entry.key is not None:
             del self._by_key[entry.key]
+            self.backlog.pop(entry.key, None)
 
     def check(self) -> None:
         """Raise AssertionError unless the three indices agree."""
@@ -269,6 +311,8 @@ class PrefixCache:
         after = sorted((entry.before, page) for page, entry in self._entries.items())
         if keys != self._by_key or after != sorted((key, page) for key, pages in self._after.items() for page in pages):
             raise AssertionError("the prefix cache's indices disagree")
+        if not self.backlog.keys() <= keys.keys():
+            raise AssertionError("a page is to be copied that is not on the device")
 
 
 def _key(before: bytes, tokens: Sequence[int]) -> bytes:

@@ -6,6 +6,7 @@ nothing but in the smallest steps, where the calls show; on a GPU one program of
 runs the same functions.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,6 +162,15 @@ class ProgramSet:
             args = (state.allowed, self.array((rows,), jnp.int32), words)
             yield self._program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
 
+    def first_needed(self) -> set[str]:
+        """Names of the programs that the first short request runs."""
+        decode, prompt = self.buckets.step(1, 0), self.buckets.step(0, 1)
+        names = {f"{kind} 1" for kind in ("logits", "greedy", "random")}
+        for bucket in (decode, prompt):
+            names |= {f"embed {bucket}", f"pick {bucket} 1"}
+            names |= {f"layers {bucket} {segment.kind}" for segment in self.segments(bucket)}
+        return names
+
     @property
     def record_shape(self) -> tuple[int, ...]:
         """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, ...]``."""
@@ -269,5 +279,13 @@ class ProgramSet:
         self, name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...], out: Any, about: str = ""
     ) -> Program:
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), out)
-        statics = f"{self.cfg} {self.page_size} {self.width} {about}"
-        return Program(name, function, args, donate, shardings, statics)
+        model, statics = self._described
+        return Program(name, function, args, donate, shardings, f"{statics} {about}", model)
+
+    @cached_property
+    def _described(self) -> tuple[str, str]:
+        """What the programs belong to, for people; and what they are specialized to beside their arguments."""
+        cfg = str(self.cfg)
+        known = hashlib.sha256(cfg.encode()).hexdigest()[:8]
+        model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known}"
+        return model, f"{cfg} {self.page_size} {self.width} {MAX_LOGPROBS}"

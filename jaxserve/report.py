@@ -17,9 +17,14 @@ class Report:
         self.begun = time.perf_counter()
         self.sections: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, float] = {}
+        self._followed: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def add(self, section: str, **facts: Any) -> None:
         self.sections.setdefault(section, {}).update(facts)
+
+    def follow(self, section: str, facts: Callable[[], dict[str, Any]]) -> None:
+        """Add a section whose facts are asked for whenever the report is."""
+        self._followed[section] = facts
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,7 +39,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able: the sections, and ``phases`` in seconds."""
-        return {**self.sections, "phases": {name: round(seconds, 3) for name, seconds in self.phases.items()}}
+        followed = {section: facts() for section, facts in self._followed.items()}
+        return {
+            **self.sections,
+            **followed,
+            "phases": {name: round(seconds, 3) for name, seconds in self.phases.items()},
+        }
 
     def table(self) -> Table:
         table = Table(show_header=False, title="jaxserve is ready", title_justify="left")

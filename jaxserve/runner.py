@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.batch import PromptRows, StepBatch
 from jaxserve.buckets import StepBucket
-from jaxserve.executables import Compiled
+from jaxserve.executables import Compiled, Programs
 from jaxserve.host_tier import Spill
 from jaxserve.params import Params
 from jaxserve.programs import ProgramSet
@@ -58,12 +58,12 @@ class InFlight:
 class Runner:
     """Runs steps of one engine. ``compiled`` are the programs of ``programs`` by name."""
 
-    def __init__(self, programs: ProgramSet, compiled: dict[str, Compiled], weights: Params, state: DeviceState):
+    def __init__(self, programs: ProgramSet, compiled: Programs, weights: Params, state: DeviceState):
         self.programs = programs
         self.compiled = compiled
         self.weights = weights
         self.head = {name: weights[name] for name in programs.head_params}
-        self.calls = {bucket: self._calls(bucket) for bucket in programs.buckets.steps()}
+        self.calls: dict[StepBucket, list[tuple[Compiled, list[Params], slice]]] = {}
         self.state = state
 
     def _calls(self, bucket: StepBucket) -> list[tuple[Compiled, list[Params], slice]]:
@@ -85,6 +85,8 @@ class Runner:
             state.slots = state.slots._replace(allowed=allowed)
         self._move(batch)
         x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
+        if bucket not in self.calls:
+            self.calls[bucket] = self._calls(bucket)
         for call, weights, where in self.calls[bucket]:
             state.kv[where], x = call(weights, state.kv[where], x, ctx)
         tokens = logprobs = None

@@ -1,15 +1,19 @@
 """Which tokens to compute next: continuous batching under a token budget. Policy only; imports no jax.
 
-Every step, running sequences decode first; what is left of the prompt budget goes to prompts already begun, then to new
-ones, in order of (priority, arrival). A new one is admitted when a slot is free and the pages of its whole prompt are;
-what the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
-When a running sequence needs a page and none is free, another is preempted: it gives everything back, and goes on later
-with what the prefix cache still has of it; the rest is computed again. Whoever is earlier in order is never preempted
-for one who is later, so the first always progresses. Among the rest the lowest priority goes, and there whoever has
-been preempted least, and then came last. Coming back takes the more free pages the more often one has had to go.
+Every step, running sequences decode first; the prompt budget goes, priority by priority, to prompts already begun, then
+to new ones in order of arrival. A new one is admitted when a slot is free and the pages of its whole prompt are; what
+the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
+
+A sequence is preempted when another, before it in order, needs a page to go on and none is free, or when one of better
+priority waits and does not fit beside it. It gives everything back, and goes on later with what the prefix cache still
+has of it; the rest is computed again. Nobody is preempted for one who is later in order, so the first always
+progresses. Of several the worst priority goes, and there whoever has been preempted least, then who has least to bring
+back. Coming back takes the more free pages the more often one has had to go; and before one has to go for another's
+priority again, it must have got on, twice as far each time.
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -20,6 +24,8 @@ from jaxserve.request import FinishReason
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
 
 NOTHING = Hit(0, [])
+CHEAP, DEAR = 2, 4
+"""How fast the room grows that a sequence needs to come back, where its pages are still known, and where not."""
 LOOK_AHEAD = 256
 """Waiting sequences that are looked at for one that can go, where those before wait for each other's prompts."""
 
@@ -28,14 +34,14 @@ class Scheduler:
     """Owns the waiting and the running sequences, the slots and the pages.
 
     ``prompt_tokens`` is the budget of prompt tokens a step, a multiple of ``block``: a chunk occupies whole blocks.
-    Sequences with a ``chain`` need a ``cache`` over the same pool.
+    Of a sequence without a ``chain`` nothing is reused. ``cache`` is over the same pool; by default it has no tiers.
     """
 
     def __init__(
         self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int, cache: PrefixCache | None = None
     ):
         self.pool = pool
-        self.cache = cache
+        self.cache = cache or PrefixCache(pool)
         self.max_num_seqs = max_num_seqs
         self.blocks = prompt_tokens // block
         self.block = block
@@ -57,12 +63,11 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a step in flight is collected."""
+        self.cache.back_up()
+        self._make_way()
         before = self.preemptions
-        decodes = self._decodes()
-        chunks = self._continue_prompts()
-        plan = StepPlan(decodes, chunks)
-        if self.preemptions == before:
-            self._admit(plan)
+        plan = StepPlan(self._decodes(), [])
+        self._prompts(plan, admit=self.preemptions == before)
         self._enter(plan)
         for seq in plan.decodes:
             seq.computed += 1
@@ -70,12 +75,62 @@ class Scheduler:
             seq.in_flight += 1
         for seq in plan.sampled:
             seq.pending += 1
-        if not (decodes or chunks):
+        if not plan.sequences:
             return None
-        if self.cache is not None:
-            plan.spills.extend(self.cache.spills)
-            self.cache.spills.clear()
+        plan.spills.extend(self.cache.spills)
+        self.cache.spills.clear()
         return plan
+
+    def _make_way(self) -> None:
+        """Preempt running sequences where one of better priority waits, and does not fit beside them."""
+        for seq in islice(self.waiting, LOOK_AHEAD):
+            if not self.running or seq.priority >= self.running[-1].priority:
+                return
+            if seq.awaits_mask or (hit := self._match(seq)) is None:
+                continue
+            for victim in self._in_the_way(seq, hit):
+                self._preempt(victim)
+            self.cache.let_go(hit.pinned)
+            return
+
+    def _in_the_way(self, seq: Sequence, hit: Hit) -> list[Sequence]:
+        """Whom of worse priority to preempt so that ``seq`` can be admitted; none where that would not be enough.
+
+        One who has been preempted before must have got on since, twice as far each time, to have to go again.
+        """
+        better = [other for other in self.running if other.priority <= seq.priority]
+        if sum(self._blocks_left(other) for other in better) >= self.blocks:
+            return []  # it could not begin in this step
+        worse = sorted((other for other in self.running if other.priority > seq.priority), key=_loss, reverse=True)
+        may_go = [other for other in worse if other.computed >= other.reached + _earned(other)]
+        chosen: list[Sequence] = []
+        while True:
+            room = self.pool.free + self._given_back([*self.leaving, *chosen])
+            slots = len(self.free_slots) + len(self.leaving) + len(chosen)
+            # Those who stay get a page each, so that they do not preempt each other at once.
+            if slots and room >= self._need(seq, hit) + self._reserve(seq, hit) + len(worse) - len(chosen):
+                return chosen
+            if not may_go:
+                return []
+            chosen.append(may_go.pop())
+
+    def _given_back(self, seqs: list[Sequence]) -> int:
+        """Pages that become free when all of them go."""
+        pages = Counter(page for seq in seqs for page in seq.pages)
+        return sum(self.pool.holders(page) == count for page, count in pages.items())
+
+    def _need(self, seq: Sequence, hit: Hit) -> int:
+        """Pages it takes to admit ``seq``: for all that is known of it, and one token."""
+        return self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
+
+    def _reserve(self, seq: Sequence, hit: Hit) -> int:
+        """Pages to leave free for those that ``seq`` cannot preempt, so that it does not have to go at once.
+
+        More of them the more often it has been preempted, and the more it costs to bring it back.
+        """
+        beside = sum(other.priority <= seq.priority for other in self.running)
+        cheap = len(seq) - hit.tokens <= self.pool.page_size
+        return beside * (CHEAP if cheap else DEAR) ** min(seq.preemptions, 8)
 
     def _decodes(self) -> list[Sequence]:
         chosen = []
@@ -106,13 +161,13 @@ class Scheduler:
 
     def _victim(self, needy: Sequence) -> Sequence:
         """Who gives way: one after ``needy`` in order, or ``needy`` itself where there is none."""
-        later = self.running[self.running.index(needy) + 1 :] or [needy]
-        return min(later, key=lambda seq: (-seq.priority, seq.preemptions, -seq.arrival, -seq.index))
+        return min(self.running[self.running.index(needy) + 1 :] or [needy], key=_loss)
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.preemptions += 1
         seq.preemptions += 1
+        seq.reached = max(seq.reached, seq.computed)
         seq.status = Status.WAITING
         if seq.in_flight:
             self.leaving.append(seq)  # joins the waiting when its token has come
@@ -120,13 +175,26 @@ class Scheduler:
             self._release(seq)
             self.add(seq)
 
-    def _continue_prompts(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def _prompts(self, plan: StepPlan, *, admit: bool) -> None:
+        """Fill the budget with prompts that have begun, then with those of new sequences, priority by priority."""
+        begun = [seq for seq in self.running if seq.prefilling]
+        new = list(islice(self.waiting, LOOK_AHEAD)) if admit and self.free_slots else []
         left = self.blocks
-        for seq in self.running:
-            if seq.prefilling and left:
-                left -= self._chunk(seq, left, chunks)
-        return chunks
+        for seq in sorted(begun + new, key=lambda s: (s.priority, s.status is Status.WAITING)):
+            if not left:
+                break
+            if seq.status is Status.RUNNING:
+                left -= self._chunk(seq, left, plan.chunks)
+            elif admit and self.free_slots and not seq.awaits_mask and (hit := self._match(seq)) is not None:
+                admit = self._admit(seq, hit, plan)  # nobody overtakes one there is no room for
+                if admit:
+                    left -= self._chunk(seq, left, plan.chunks, first=True)
+        for page, _ in plan.copies:
+            self.cache.let_go([page])
+
+    def _blocks_left(self, seq: Sequence) -> int:
+        """Blocks of prompt tokens that are still to be computed."""
+        return -(-max(0, seq.prefill_end - seq.computed) // self.block)
 
     def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk], *, first: bool = False) -> int:
         """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes."""
@@ -135,40 +203,26 @@ class Scheduler:
         chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)
 
-    def _admit(self, plan: StepPlan) -> None:
-        """Let in whom there is room for."""
-        left = self.blocks - sum(-(-chunk.count // self.block) for chunk in plan.chunks)
-        for seq in list(islice(self.waiting, LOOK_AHEAD)):
-            if not (left and self.free_slots):
-                break
-            if seq.awaits_mask:
-                continue
-            hit = self._match(seq)
-            if hit is None:
-                continue
-            # Pages for those who run to go on with, so that admission does not preempt at once.
-            reserve = len(self.running) * 4 ** min(seq.preemptions, 8)
-            need = self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
-            if need + reserve > self.pool.free and not (self.running or self.leaving):
-                hit = self._without_copy(hit)
-                reserve = 0
-            if need + reserve > self.pool.free:
-                self._let_go(hit.pinned)
-                break
-            pages = self.pool.take(need) or []
-            self.waiting.remove(seq)
-            if not seq.preemptions:
-                seq.cached = hit.tokens
-            seq.loaded, seq.fetched = len(hit.loads), False
-            seq.from_disk = sum(block.fetched for _, block, _ in hit.loads)
-            seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
-            seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
-            bisect.insort(self.running, seq, key=lambda s: s.order)
-            for key in self._keys(seq, len(hit.pages)):
-                self._coming.setdefault(key, seq)
-            left -= self._chunk(seq, left, plan.chunks, first=True)
-        for page, _ in plan.copies:
-            self._let_go([page])
+    def _admit(self, seq: Sequence, hit: Hit, plan: StepPlan) -> bool:
+        """Let ``seq`` in if there are pages for it."""
+        reserve = self._reserve(seq, hit)
+        if self._need(seq, hit) + reserve > self.pool.free and not (self.running or self.leaving):
+            hit, reserve = self._without_copy(hit), 0
+        need = self._need(seq, hit)
+        if need + reserve > self.pool.free:
+            self.cache.let_go(hit.pinned)
+            return False
+        pages = self.pool.take(need) or []
+        self.waiting.remove(seq)
+        if not seq.preemptions:
+            seq.cached = hit.tokens
+        seq.loaded, seq.fetched = Counter(block.source for _, block, _ in hit.loads), False
+        seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
+        seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
+        bisect.insort(self.running, seq, key=lambda s: s.order)
+        for key in self._keys(seq, len(hit.pages)):
+            self._coming.setdefault(key, seq)
+        return True
 
     def _fill(self, hit: Hit, fresh: list[int], plan: StepPlan) -> list[int]:
         """The pages of a sequence with this hit: the known ones, and ``fresh`` ones, which the plan fills if it can."""
@@ -181,68 +235,71 @@ class Scheduler:
             restores[block].pages[record] = pages[number]
         plan.restores.extend(restores.values())
         for block in restores:
-            block.fetched = False  # the next time it comes from the host
-        if self.cache is not None and self.cache.tier is not None:
+            block.source = "host"  # the next time
+        if self.cache.tier is not None:
             self.cache.tier.counts.restored += len(hit.loads)
         if hit.copy is not None:
             plan.copies.append((hit.copy, pages[len(hit.pages)]))
         return pages
 
-    def _let_go(self, pages: list[int]) -> None:
-        if self.cache is not None:
-            self.cache.let_go(pages)
-
     def _without_copy(self, hit: Hit) -> Hit:
         """The whole pages of a hit: the page to copy would be in the way of one that needs all there are."""
         if hit.copy is None:
             return hit
-        self._let_go([hit.copy])
+        self.cache.let_go([hit.copy])
         return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
 
     def _match(self, seq: Sequence) -> Hit | None:
         """What is known of ``seq``, its last token apart; None where what comes next is just being computed or read."""
-        if self.cache is None or seq.chain is None:
+        if seq.chain is None:
             return NOTHING
         text = seq.text
         whole = seq.params.prompt_logprobs is not None  # all of it has to be computed
         hit = self.cache.match(seq.chain, text, 0 if whole else len(text) - 1)
         if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
-            self._let_go(hit.pinned)
+            self.cache.let_go(hit.pinned)
             return None
         if hit.beyond and self._reading(seq, hit.beyond):
-            self._let_go(hit.pinned)
+            self.cache.let_go(hit.pinned)
             return None
         return hit
 
     def _reading(self, seq: Sequence, keys: list[bytes]) -> bool:
-        """Whether ``seq`` has to wait for records on their way from the disk. It asks for some once an admission."""
-        disk = self.cache.disk if self.cache is not None else None
-        tier = self.cache.tier if self.cache is not None else None
-        if disk is None or tier is None:
+        """Whether ``seq`` has to wait for records on their way from a store. It asks for some once an admission."""
+        stores, tier = self.cache.stores, self.cache.tier
+        if stores is None or tier is None:
             return False
         if not seq.fetched:
-            missing = [key for key in keys if key not in disk.reading]
-            if disk.reading and len(disk.reading) + len(missing) > tier.capacity // 2:
+            missing = [key for key in keys if key not in stores.reading]
+            if stores.reading and len(stores.reading) + len(missing) > tier.capacity // 2:
                 return True  # what comes must not drive out what has just come
             seq.fetched = True
             if missing:
-                disk.fetch(missing)
-        return any(key in disk.reading for key in keys)
+                stores.fetch(missing)
+        return any(key in stores.reading for key in keys)
 
     def _keys(self, seq: Sequence, page: int) -> Iterator[bytes]:
         """Keys of the pages of ``seq`` from number ``page`` on, the last one as far as it is filled."""
-        if self.cache is not None and seq.chain is not None:
+        if seq.chain is not None:
             yield from self.cache.keys(seq.chain, seq.text, page)
 
     def _enter(self, plan: StepPlan) -> None:
         """The step's prompt tokens are known from the next plan on."""
         for chunk in plan.chunks:
             seq = chunk.seq
-            if self.cache is None or seq.chain is None:
+            if seq.chain is None:
                 continue
             self.cache.enter(seq.chain, seq.text, seq.pages, seq.computed, tail=chunk.final)
             if chunk.final:
                 self._computed(seq)
+
+    def _enter_output(self, seq: Sequence) -> None:
+        """A running sequence's output is known too, a page at a time."""
+        if seq.chain is None or seq.status is not Status.RUNNING or seq.prefilling:
+            return
+        computed = min(seq.computed, len(seq))
+        if computed // self.pool.page_size > seq.chain.entered:
+            self.cache.enter(seq.chain, seq.text, seq.pages, computed, tail=False)
 
     def _computed(self, seq: Sequence) -> None:
         """Nobody waits for ``seq`` any more."""
@@ -253,11 +310,12 @@ class Scheduler:
         """A step has come back and its tokens have been dealt with: what was held for it goes back."""
         for seq in plan.sampled:
             seq.pending -= 1
+            self._enter_output(seq)
         for seq in plan.sequences:
             seq.in_flight -= 1
             if not seq.in_flight and seq in self.leaving:
-                self.leaving.remove(seq)
                 self._release(seq)
+                self.leaving.remove(seq)
                 if seq.status is Status.WAITING:
                     self.add(seq)
 
@@ -266,17 +324,17 @@ class Scheduler:
         if seq.finished:
             return
         if seq.status is Status.RUNNING:
-            self.running.remove(seq)
             if seq.in_flight:
                 self.leaving.append(seq)
             else:
                 self._release(seq)
+            self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
     def _release(self, seq: Sequence) -> None:
-        if self.cache is not None and seq.chain is not None:
+        if seq.chain is not None:
             self._computed(seq)
             returns = seq.status is Status.WAITING
             self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)), returns=returns)
@@ -289,8 +347,17 @@ class Scheduler:
         """Raise AssertionError unless every page and slot is either free or held by exactly one sequence."""
         holders = self.running + self.leaving
         self.pool.check(page for seq in holders for page in seq.pages)
-        if self.cache is not None:
-            self.cache.check()
+        self.cache.check()
         slots = sorted([*self.free_slots, *(seq.slot for seq in holders)])
         if slots != list(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not 0 .. {self.max_num_seqs - 1}")
+
+
+def _loss(seq: Sequence) -> tuple[int, ...]:
+    """Lower is preempted first: the worst priority, who has been preempted least, who has least to bring back."""
+    return (-seq.priority, seq.preemptions, seq.computed, -seq.arrival, -seq.index)
+
+
+def _earned(seq: Sequence) -> int:
+    """Tokens it has to get on by, beyond what it had reached, before it may be preempted for another's priority."""
+    return 8 * 2**seq.preemptions if seq.preemptions else 0

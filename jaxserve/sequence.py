@@ -50,12 +50,12 @@ class Sequence:
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
     cached: int = 0
     """Prompt tokens that were known when it was first admitted."""
-    loaded: int = 0
-    """Pages that came from the host when it was last admitted."""
-    from_disk: int = 0
-    """Those of them that had come there from the disk for it."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Pages that did not come from the device when it was last admitted, by where they came from."""
     fetched: bool = False
-    """It has asked for what the disk has of it, and not been admitted since."""
+    """It has asked for what the stores have of it, and not been admitted since."""
+    reached: int = 0
+    """The most tokens it had computed when it was preempted."""
     in_flight: int = 0
     pending: int = 0
     preemptions: int = 0

@@ -38,12 +38,17 @@ class Parallel:
         return self.devices // self.expert_groups
 
 
-def make_mesh(parallel: Parallel, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh ``[expert_groups, group]`` of the first devices. Raises ValueError where there are too few."""
-    devices = list(devices if devices is not None else jax.devices())
-    if len(devices) < parallel.devices:
-        raise ValueError(f"tensor_parallel is {parallel.devices} but only {len(devices)} device(s) are visible")
-    return Mesh(np.array(devices[: parallel.devices]).reshape(parallel.expert_groups, parallel.group), DEVICES)
+def make_mesh(
+    tensor_parallel: int, expert_parallel: int = 1, devices: Sequence[jax.Device] | np.ndarray | None = None
+) -> Mesh:
+    """A mesh ``[expert_parallel, tensor_parallel / expert_parallel]`` of the first ``tensor_parallel`` devices.
+
+    Raises ValueError where there are too few.
+    """
+    found = np.asarray(devices if devices is not None else jax.devices())
+    if len(found) < tensor_parallel:
+        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(found)} device(s) are visible")
+    return Mesh(found[:tensor_parallel].reshape(expert_parallel, -1), DEVICES)
 
 
 def partition(axes: Sequence[str | None] = ()) -> PartitionSpec:

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from serve.connection import Connection
 from serve.errors import unavailable
-from serve.listen import Bound, bind
 from serve.options import ServerOptions
 from serve.routes import create_app
+from serve.sockets import Bound, bind
 from serve.state import STATE, State
 from serve.watchdog import Watchdog
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.cli import main
+from jaxserve.cli import COMMANDS, main
 from jaxserve.config import EngineConfig
 from jaxserve.options import Parser, add_options, field_docs, given
 from jaxserve.request import SamplingParams, StructuredOutputs
@@ -230,7 +230,7 @@ def test_generate_goes_on_after_a_bad_prompt(made, tmp_path, capsys):
 
 
 def test_a_window_smaller_than_the_work_still_does_all(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxserve.cli.WINDOW", 2)
+    monkeypatch.setattr("jaxserve.commands.generate.WINDOW", 2)
     path = tmp_path / "prompts.txt"
     path.write_text("".join(f"prompt {i}\n" for i in range(20)))
     assert main(["generate", "--prompts-file", str(path), "--max-tokens", "2"]) == 0
@@ -282,14 +282,45 @@ def test_bad_lines_of_a_prompts_file_are_named(made, tmp_path, line, capsys):
     assert made == []
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["convert"]])
-def test_help_loads_no_jax(command):
+HEAVY = ("jax", "aiohttp", "prometheus_client", "llguidance", "tokenizers", "orbax", "gguf")
+"""Libraries that show in the time a process takes to start."""
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words) or "none")
+def test_help_loads_nothing_heavy(command):
     script = "import sys; from jaxserve.cli import main\n"
     script += f"try: main({[*command, '--help']!r})\nexcept SystemExit as e: assert e.code == 0\n"
-    script += "assert 'jax' not in sys.modules, 'jax was loaded'"
+    script += f"loaded = sorted(set({HEAVY}) & set(sys.modules))\n"
+    script += "loaded += [m for m in sys.modules if m.startswith('jaxserve.commands.')]\n"
+    script += "print('loaded:', *loaded, file=sys.stderr)"
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "usage: jaxserve" in done.stdout
+    expected = ["jaxserve.commands.common", *(f"jaxserve.commands.{name}" for name in command)]
+    assert done.stderr.split() == ["loaded:", *expected]
+
+
+def test_every_command_has_a_module_and_a_line_of_help(capsys):
+    folder = Path(jaxserve.__file__).parent / "commands"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__", "common"} == set(COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name, text in COMMANDS.items():
+        assert name in shown
+        assert text in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [([], "required: COMMAND"), (["dance"], "'dance'"), (["--loud", "serve"], "--loud")]
+)
+def test_a_line_without_a_known_command_is_refused(arguments, named, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert named in error

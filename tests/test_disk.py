@@ -1,22 +1,24 @@
-"""The third tier's file: what was written comes back, after any death of the process, and nothing else does."""
+"""What outlives the process: what was written comes back, after any death of it, and nothing else does."""
 
 import os
 import stat
+import threading
 
 import numpy as np
 import pytest
 
-from jaxserve import disk_store
-from jaxserve.disk_store import HEADER, STRIDE, DiskError, DiskStore
-from jaxserve.disk_tier import DiskTier
+from jaxserve import disk_store, record_store
+from jaxserve.disk_store import DiskError, open_store
 from jaxserve.host_tier import Block, HostTier
+from jaxserve.record_store import HEADER, STRIDE, RecordStore
+from jaxserve.store_tier import StoreTier
 
 SIZE = 100
 NAME = "ab" * 32
 
 
-def opened(folder, records: int = 4, name: str = NAME) -> DiskStore:
-    return DiskStore(folder / "kv", name, SIZE, records * (SIZE + STRIDE))
+def opened(folder, records: int = 4, name: str = NAME) -> RecordStore:
+    return open_store(folder / "kv", name, SIZE, records * (SIZE + STRIDE))
 
 
 def key(number: int) -> bytes:
@@ -34,7 +36,7 @@ def written(folder, *numbers: int, records: int = 4) -> None:
     store.close()
 
 
-def found(store: DiskStore) -> list[int]:
+def found(store: RecordStore) -> list[int]:
     """The records that are there and whole."""
     return [n for n in range(1, 60) if (got := store.read(key(n))) is not None and (got == record(n)).all()]
 
@@ -70,7 +72,7 @@ def test_only_the_user_may_read(tmp_path):
 def test_a_damaged_record_is_discarded_and_the_others_are_not(tmp_path, caplog):
     written(tmp_path, 1, 2, 3)
     store = opened(tmp_path)
-    with open(store.folder / "records", "r+b") as file:
+    with open(tmp_path / "kv" / f"kv-{NAME[:32]}" / "records", "r+b") as file:
         file.seek(SIZE + 7)
         file.write(b"\xff")
     assert found(store) == [1, 3]
@@ -122,7 +124,7 @@ def test_a_process_may_die_before_any_write(tmp_path, monkeypatch):
             return write(file, data, offset)
 
         store = opened(folder)
-        monkeypatch.setattr(disk_store.os, "pwrite", dying)
+        monkeypatch.setattr(record_store.os, "pwrite", dying)
         try:
             for number in (5, 6, 7):
                 store.write(key(number), record(number))
@@ -141,7 +143,7 @@ def test_a_process_may_die_before_any_write(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_counted_and_logged_once(tmp_path, monkeypatch, caplog):
     store = opened(tmp_path)
-    monkeypatch.setattr(disk_store.os, "pwrite", lambda *_: 10)
+    monkeypatch.setattr(record_store.os, "pwrite", lambda *_: 10)
     store.write(key(1), record(1))
     store.write(key(2), record(2))
     monkeypatch.undo()
@@ -164,14 +166,36 @@ def test_a_smaller_budget_keeps_what_fits_and_a_larger_one_all(tmp_path):
     store.close()
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_a_second_engine_of_the_same_identity_has_a_subfolder_of_its_own(tmp_path, monkeypatch, caplog):
     store = opened(tmp_path)
-    with pytest.raises(DiskError, match="in use"):
+    store.write(key(1), record(1))
+    monkeypatch.setattr(disk_store, "PATIENCE_SECONDS", 0.1)
+    second = opened(tmp_path)
+    assert second.place == store.place + ".2"
+    assert "in use by another engine" in caplog.text
+    second.write(key(2), record(2))
+    assert found(store) == [1]
+    assert found(second) == [2]
+    monkeypatch.setattr(disk_store, "ENGINES", 2)
+    with pytest.raises(DiskError, match="another folder"):
         opened(tmp_path)
     other = opened(tmp_path, name="cd" * 32)
     other.close()
     store.close()
-    opened(tmp_path).close()
+    second.close()
+    first = opened(tmp_path)
+    assert found(first) == [1]
+    first.close()
+
+
+def test_one_that_is_just_ending_is_waited_for(tmp_path):
+    written(tmp_path, 1)
+    store = opened(tmp_path)
+    threading.Timer(0.1, store.close).start()
+    again = opened(tmp_path)
+    assert again.place == store.place
+    assert found(again) == [1]
+    again.close()
 
 
 def test_models_share_nothing_and_the_one_that_has_gone_makes_room(tmp_path, caplog):
@@ -197,22 +221,22 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_blocks_go_down_and_come_back_in_order(tmp_path):
     tier = HostTier(4 * SIZE, SIZE)
-    disk = DiskTier(opened(tmp_path, records=40), lambda array: array)
+    disk = StoreTier([opened(tmp_path, records=40)], lambda array: array)
     tier.below = disk.save
     for start in range(1, 17, 4):
         for block in tier.put([key(n) for n in range(start, start + 4)]):
             block.data = np.stack([record(n) for n in range(start, start + 4)])
     disk.stop()
-    assert sorted(found(disk.store)) == list(range(1, 13))
-    again = DiskTier(disk.store, lambda array: array)
+    assert sorted(found(disk.stores[0])) == list(range(1, 13))
+    again = StoreTier(disk.stores, lambda array: array)
     again.fetch([key(n) for n in (3, 4, 99, 5)])
     assert again.reading
     again.stop()
     (arrival,) = again.arrived()
     assert not again.reading
-    assert [keys for keys, _ in arrival.blocks] == [[key(3), key(4)]], "nothing behind one that is missing"
+    assert [keys for keys, _, _ in arrival.blocks] == [[key(3), key(4)]], "nothing behind one that is missing"
     assert (arrival.blocks[0][1] == np.stack([record(3), record(4)])).all()
-    again.store.close()
+    again.close()
 
 
 def test_who_waits_hears_of_a_failure(tmp_path, caplog):
@@ -220,7 +244,7 @@ def test_who_waits_hears_of_a_failure(tmp_path, caplog):
         raise MemoryError("no room")
 
     written(tmp_path, 1)
-    disk = DiskTier(opened(tmp_path), fail)
+    disk = StoreTier([opened(tmp_path)], fail)
     told = []
     disk.notify = lambda: told.append(True)
     disk.fetch([key(1)])
@@ -228,29 +252,29 @@ def test_who_waits_hears_of_a_failure(tmp_path, caplog):
     assert told == [True]
     assert disk.arrived()[0].blocks == []
     assert not disk.reading
-    disk.store.close()
+    disk.close()
 
 
 def test_too_much_at_once_is_refused_not_queued(tmp_path, monkeypatch):
-    disk = DiskTier(opened(tmp_path), lambda array: array)
+    disk = StoreTier([opened(tmp_path)], lambda array: array)
     disk._queued = 1 << 60
     assert not disk.save(Block([key(1)], np.stack([record(1)])), [0])
-    assert disk.store.counts.refused == 1
+    assert disk.stores[0].counts.refused == 1
     disk._queued = 0
     assert not disk.save(Block([key(1)]), [0]), "a block that has not been filled"
     assert disk.save(Block([key(1)], np.stack([record(1)])), [0])
     disk.stop()
-    assert found(disk.store) == [1]
-    disk.store.close()
+    assert found(disk.stores[0]) == [1]
+    disk.close()
 
 
 def test_a_record_that_has_come_twice_counts_once():
     """Spilled again while it was being read."""
     tier = HostTier(3 * SIZE, SIZE)
     tier.put([key(1), key(2)])
-    tier.adopt([key(2)], np.stack([record(2)]))
+    tier.adopt([key(2)], np.stack([record(2)]), "disk")
     tier.check()
     assert tier.find(key(2))[0].data is not None
-    tier.adopt([key(1)], np.stack([record(1)]))
+    tier.adopt([key(1)], np.stack([record(1)]), "disk")
     tier.check()
     assert tier.records == 2

@@ -1,7 +1,12 @@
 """Stored programs: built once, loaded ever after, never a wrong or a damaged one."""
 
 import dataclasses
+import os
 import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -11,8 +16,11 @@ import pytest
 from tiny import FIXTURES, LIMITS
 
 import jaxserve
-from jaxserve import executables
+from jaxserve import entries, executables, program_key, warmup
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.executables import ExecutableStore, Program
+from jaxserve.programs import ProgramSet
+from jaxserve.sharding import make_mesh
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
@@ -63,35 +71,79 @@ CHANGED = {
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_changed_program_never_finds_the_old_one(what: str, tmp_path: Path) -> None:
     made = store(tmp_path)
-    assert made._key(CHANGED[what]) != made._key(program())
-    assert made._key(program()) == store(tmp_path)._key(program())
+    assert made.path(CHANGED[what]) != made.path(program())
+    assert made.path(program()) == store(tmp_path).path(program())
 
 
 @pytest.mark.parametrize(
     "what",
-    ["jax", "jaxlib", "platform_version", "devices", "visible", "xla_flags", "cpu", "matmul_precision", "sources"],
+    ["platform", "jax", "jaxlib", "device", "flags", "options", "cpu", "sources"],
 )
 def test_a_changed_environment_never_finds_the_old_one(what: str, tmp_path: Path) -> None:
     made, other = store(tmp_path), store(tmp_path)
     assert what in other.environment
     other.environment = {**other.environment, what: "another"}
-    assert made._key(program()) != other._key(program())
+    assert made.path(program()) != other.path(program())
 
 
-def test_editing_a_traced_source_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editing_a_traced_source_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module of ours that a step is traced through is watched; host policy is not."""
-    root = Path(executables.__file__).parent
-    before = executables.source_hash()
+    root = Path(program_key.__file__).parent
+    before = program_key.source_hash()
     read = Path.read_bytes
     edited = {}
     for path in sorted(root.glob("*.py")):
         monkeypatch.setattr(Path, "read_bytes", lambda self, path=path: read(self) + b"#" * (self == path))
-        edited[path.stem] = executables.source_hash() != before
+        edited[path.stem] = program_key.source_hash() != before
     traced = ("sampler", "decoder", "layers", "layer_spec", "moe", "experts", "programs", "rope", "buckets", "batch")
-    for name in traced:
+    for name in (*traced, "config"):
         assert edited[name], name
-    for name in ("scheduler", "engine", "llm", "output", "cli"):
+    for name in ("scheduler", "engine", "llm", "output", "cli", "request", "executables", "build", "metrics"):
         assert not edited[name], name
+
+
+def planned(folder: Path, **options) -> ProgramSet:
+    """The programs of a tiny engine, compiled for nothing."""
+    config = EngineConfig(model=str(FIXTURES / "qwen3"), **{**LIMITS, "max_num_seqs": 1, **options})
+    return warmup.plan(config, make_mesh(1), store(folder))
+
+
+def test_all_that_runs_while_a_program_is_traced_is_among_the_sources(tmp_path: Path) -> None:
+    """By evidence: a module of ours that has a say in a program, and is not watched, would serve stale code."""
+    made = planned(tmp_path, host_kv_gib=0.01)
+    root = Path(program_key.__file__).parent.parent
+    ran: set[Path] = set()
+
+    def watch(frame, event: str, _: object) -> None:
+        if event == "call":
+            ran.add(Path(frame.f_code.co_filename))
+
+    for one in {p.name.split()[0]: p for p in [*made.programs(), made.zeros()]}.values():
+        jitted = jax.jit(one.function, out_shardings=one.out_shardings)
+        sys.setprofile(watch)
+        try:
+            jitted.trace(*one.args)
+        finally:
+            sys.setprofile(None)
+    ours = {path for path in ran if path.is_relative_to(root / "jaxserve") or path.is_relative_to(root / "serve")}
+    ours |= {path for path in ran if path.is_relative_to(root / "pallas_kernels")}
+    assert root / "jaxserve" / "decoder.py" in ours
+    assert ours <= set(program_key.sources())
+
+
+def test_the_sources_follow_every_import() -> None:
+    """The quick reader of imports finds what Python's own parser finds."""
+    from tests.test_house import imports_of, jaxserve_module
+
+    found = set(program_key.sources())
+    root = Path(program_key.__file__).parent.parent
+    for path in found:
+        for name in imports_of(path):
+            module = jaxserve_module(name)
+            if module is None or module in program_key.NOT_TRACED:
+                continue
+            place = root.joinpath(*module.split("."))
+            assert place.with_suffix(".py") in found or place / "__init__.py" in found, f"{path}: {module}"
 
 
 DAMAGE = {
@@ -99,7 +151,7 @@ DAMAGE = {
     "empty": lambda data: b"",
     "garbage": lambda data: b"garbage" * 100,
     "one bit": lambda data: data[:-10] + bytes([data[-10] ^ 1]) + data[-9:],
-    "another version": lambda data: data.replace(b"jaxserve-exe-1", b"jaxserve-exe-0"),
+    "another version": lambda data: data.replace(b"jaxserve-exe-2", b"jaxserve-exe-1"),
 }
 
 
@@ -125,6 +177,180 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
     store(tmp_path / "cache").build(program())
     assert stat.S_IMODE((tmp_path / "cache" / "executables").stat().st_mode) == 0o700
     assert [stat.S_IMODE(path.stat().st_mode) for path in files(tmp_path / "cache")] == [0o600]
+
+
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    store(tmp_path).build(program())
+    made, uid = store(tmp_path), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match=f"cache_dir: .* belongs to user {uid}, not to us"):
+        store(tmp_path)
+    assert made._load(made._job(program())) is None
+    assert f"belongs to user {uid}" in caplog.text
+
+
+def test_links_are_refused(tmp_path: Path, caplog) -> None:
+    real = tmp_path / "real"
+    store(real).build(program())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "executables").symlink_to(real / "executables")
+    with pytest.raises(ConfigError, match=r"cache_dir: .* is a link"):
+        store(tmp_path / "other")
+    (path,) = files(real)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    made = store(real)
+    made.build(program())
+    assert outcome(made) == (0, 1, 1)
+    assert "is a link" in caplog.text
+    assert not path.is_symlink()
+    assert (tmp_path / "elsewhere").is_file(), "only the link is removed"
+
+
+def test_an_entry_that_others_may_write_is_not_run(tmp_path: Path, caplog) -> None:
+    store(tmp_path).build(program())
+    files(tmp_path)[0].chmod(0o666)
+    made = store(tmp_path)
+    made.build(program())
+    assert outcome(made) == (0, 1, 1)
+    assert "may be written by others" in caplog.text
+
+
+def slow(seconds: float, name: str = "slow") -> Program:
+    def function(x: jax.Array) -> jax.Array:
+        time.sleep(seconds)
+        return x + 1
+
+    return Program(name, function, (X,))
+
+
+def test_two_that_start_together_compile_a_program_once(tmp_path: Path) -> None:
+    """Also where each finds the other's work in its way: it does what is free first."""
+    stores = [store(tmp_path), store(tmp_path)]
+    programs = [slow(0.2, f"slow {i}") for i in range(6)]
+    with ThreadPoolExecutor(2) as pool:
+        built = list(pool.map(lambda made: made.build_all(programs, workers=2), stores))
+    assert [sorted(one) for one in built] == [sorted(p.name for p in programs)] * 2
+    assert sum(made.tally.compiled for made in stores) == len(programs)
+    assert sum(made.tally.loaded for made in stores) == len(programs)
+    assert len(files(tmp_path)) == len(programs), "no drafts are left"
+
+
+def test_a_dead_ones_lock_and_draft_do_no_harm(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    path = made.path(program())
+    script = "import fcntl, os, sys, signal\n"
+    script += "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600); fcntl.flock(fd, fcntl.LOCK_EX)\n"
+    script += "os.write(fd, b'half an entry'); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", script, f"{path}.new"], check=False, timeout=30)
+    assert Path(f"{path}.new").read_bytes() == b"half an entry"
+    made.build(program())
+    assert outcome(made) == (0, 1, 0)
+    assert files(tmp_path) == [path]
+
+
+def test_one_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executables, "WAIT_SECONDS", 0.2)
+    made = store(tmp_path)
+    with entries.making(made.path(program()), 0.0) as draft:
+        assert draft is not None
+        built = made.build_all([program(), program("triple", 3.0)])
+        assert np.asarray(built["double"](np.ones(4, np.float32))).tolist() == [2.0] * 4
+    assert outcome(made) == (0, 2, 0)
+    assert [path.name.split("-")[0] for path in files(tmp_path)] == ["triple"], "the other's draft is the other's"
+
+
+def test_a_program_that_fails_leaves_no_draft(tmp_path: Path) -> None:
+    def broken(x: jax.Array) -> jax.Array:
+        raise ValueError("no such program")
+
+    with pytest.raises(ValueError, match="no such program"):
+        store(tmp_path).build(Program("broken", broken, (X,)))
+    assert files(tmp_path) == []
+
+
+def test_those_used_longest_ago_go_when_there_is_no_room(tmp_path: Path) -> None:
+    programs = [program(f"p{i}", by=float(i)) for i in range(4)]
+    store(tmp_path).build_all(programs)
+    for age, path in enumerate(files(tmp_path)):
+        os.utime(path, (time.time() - 100 + age, time.time() - 100 + age))
+    size = files(tmp_path)[0].stat().st_size
+    made = ExecutableStore(tmp_path, jax.devices()[:1], int(2.5 * size))
+    made.build_all(programs[:1])
+    assert made.tally.evicted == 2
+    assert [path.name[:2] for path in files(tmp_path)] == ["p0", "p3"], "the oldest is in use"
+    least = ExecutableStore(tmp_path, jax.devices()[:1], 0)
+    least.build_all([programs[0], programs[3]], first={"p0"})
+    assert [path.name[:2] for path in files(tmp_path)] == ["p0", "p3"], "what this start uses stays, loaded or not"
+
+
+def test_the_first_are_loaded_at_once_and_the_others_when_asked_for(tmp_path: Path) -> None:
+    programs = [program(f"p{i}", by=float(i)) for i in range(6)]
+    store(tmp_path).build_all(programs[:5])
+    made = store(tmp_path)
+    built = made.build_all(programs, first={"p0"})
+    assert set(built) == {"p0", "p5"}, "what is not there is compiled before anybody runs"
+    assert made.tally.report()["compiled"] == 1
+    assert np.asarray(built["p4"](np.ones(4, np.float32))).tolist() == [4.0] * 4
+    built.finish()
+    assert outcome(made) == (5, 1, 0)
+    assert made.tally.waiting == 0
+    assert "still_to_load" not in made.tally.report()
+    with pytest.raises(KeyError):
+        built["p6"]
+    built.close()
+
+
+def test_a_damaged_entry_is_rebuilt_however_late_it_is_found(tmp_path: Path) -> None:
+    programs = [program("p0", 1.0), program("p1", 3.0)]
+    store(tmp_path).build_all(programs)
+    path = next(path for path in files(tmp_path) if path.name.startswith("p1"))
+    path.write_bytes(DAMAGE["one bit"](path.read_bytes()))
+    made = store(tmp_path)
+    built = made.build_all(programs, first={"p0"})
+    assert np.asarray(built["p1"](np.ones(4, np.float32))).tolist() == [3.0] * 4
+    assert outcome(made) == (1, 1, 1)
+    path.write_bytes(b"short")
+    again = store(tmp_path)
+    assert set(again.build_all(programs, first={"p0"})) == {"p0", "p1"}, "a torn file shows before anybody runs"
+
+
+WHY = {
+    "jax": ({"jax": "0.11.1"}, {"jax": "0.11.2"}, ("jax", "jax 0.11.1 -> 0.11.2")),
+    "sources": ({"sources": "a"}, {"sources": "b"}, ("sources", "sources changed")),
+    "shape": ({"arguments": "a"}, {"arguments": "b"}, ("arguments", "new shape")),
+    "two": (
+        {"jaxlib": "1", "sources": "a"},
+        {"jaxlib": "2", "sources": "b"},
+        ("jaxlib", "jaxlib 1 -> 2, sources changed"),
+    ),
+    "nothing there": (None, {"jax": "0.11.2"}, ("new", "never compiled")),
+    "another platform": ({"platform": "gpu"}, {}, ("new", "never compiled")),
+}
+
+
+@pytest.mark.parametrize("what", WHY)
+def test_a_miss_has_a_reason(what: str) -> None:
+    old, new, expected = WHY[what]
+    base = {"platform": "cpu", "model": "m"}
+    stored = [] if old is None else [{**base, "model": "other", **old, "flags": "x"}, {**base, **old}]
+    assert program_key.reason({**base, **new}, stored) == expected
+
+
+def test_the_reason_is_found_in_the_store(tmp_path: Path) -> None:
+    store(tmp_path).build_all([program(), program("other", 5.0)])
+    made = store(tmp_path)
+    made.environment = {**made.environment, "jax": "0.0.1"}
+    made.build(program())
+    assert made.tally.report()["why_compiled"] == [f"1 x jax {jax.__version__} -> 0.0.1"]
+    assert made.tally.kinds == {"jax": 1}
+
+
+def test_only_flags_that_matter_are_in_the_key() -> None:
+    read = program_key.xla_flags
+    assert read("") == read("--xla_dump_to=/tmp/x  --xla_force_host_platform_device_count=8") == []
+    assert read("--b=1 --a=2") == read("--a=1 --b=1 --a=2") == ["a=2", "b=1"]
+    assert read("--a") != read("--a=true") != read("")
 
 
 def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
@@ -187,24 +413,23 @@ def test_an_engine_compiles_once_and_never_takes_another_models_programs(tmp_pat
         with jaxserve.LLM(str(FIXTURES / family), **options) as llm:
             llm.generate([[1, 2, 3]], max_tokens=4, temperature=0.5, progress=False)
             assert llm.compilations_after_ready == 0
+            llm._built.runner.compiled.finish()
             return llm.report()["executables"]
 
     first, second, other = start("llama3"), start("llama3"), start("ministral3")
     total = first["compiled"]
     assert total > 10
-    assert first == {"loaded": 0, "compiled": total, "discarded": []}
+    assert first == {"loaded": 0, "compiled": total, "discarded": [], "why_compiled": [f"{total} x never compiled"]}
     assert second == {"loaded": total, "compiled": 0, "discarded": []}
-    assert other == {"loaded": 0, "compiled": total, "discarded": []}
+    assert (other["loaded"], other["compiled"]) == (0, total)
+    assert all("other model" in line for line in other["why_compiled"])
 
 
 def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) -> None:
     """Two program sets that differ in one field share no key of a program that the field shapes."""
-    options = {**LIMITS, "max_num_seqs": 1, "cache_dir": str(tmp_path)}
-    made = store(tmp_path)
-    with jaxserve.LLM(str(FIXTURES / "llama3"), **options) as llm:
-        programs = llm._built.programs
-    keys = {p.name: made._key(p) for p in programs.programs()}
-    assert keys == {p.name: made._key(p) for p in programs.programs()}
+    made, programs = store(tmp_path), planned(tmp_path)
+    keys = {p.name: made.path(p) for p in programs.programs()}
+    assert keys == {p.name: made.path(p) for p in programs.programs()}
     assert len(set(keys.values())) == len(keys)
     cfg = programs.cfg
     mixer = cfg.layers[0].mixer
@@ -221,6 +446,6 @@ def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) ->
         "num_pages": dataclasses.replace(programs, num_pages=7),
     }
     for name, changed in changes.items():
-        others = {p.name: made._key(p) for p in changed.programs()}
+        others = {p.name: made.path(p) for p in changed.programs()}
         same = {n for n in keys if others.get(n) == keys[n]}
         assert not any(n.startswith("layers") for n in same), name

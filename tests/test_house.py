@@ -102,16 +102,25 @@ def test_serve_sees_only_the_public_face(path):
         assert not within(name, "pallas_kernels"), f"{module_name(path)} imports {name}"
 
 
+def is_roof(module: str) -> bool:
+    return module == "jaxserve.cli" or within(module, "jaxserve.commands")
+
+
 @pytest.mark.parametrize("path", source_files("jaxserve"), ids=module_name)
 def test_only_the_command_line_imports_the_server(path):
-    if module_name(path) != "jaxserve.cli":
+    if not is_roof(module_name(path)):
         assert not [name for name in imports_of(path) if within(name, "serve") or within(name, "benchmarks")]
 
 
 @pytest.mark.parametrize("path", source_files(*PACKAGES), ids=module_name)
 def test_nothing_imports_the_command_line(path):
-    if module_name(path) != "jaxserve.__main__":
-        assert not [name for name in imports_of(path) if within(name, "jaxserve.cli")]
+    """The commands do not know each other either: each is imported when it is chosen, and only then."""
+    module = module_name(path)
+    if module != "jaxserve.__main__":
+        found = {name for name in imports_of(path) if is_roof(name)}
+        common = {name for name in found if within(name, "jaxserve.commands.common")}
+        assert found - common == set(), f"{module} imports {found - common}"
+        assert is_roof(module) or not common, f"{module} imports {common}"
 
 
 @pytest.mark.parametrize("policy", HOST_POLICY)

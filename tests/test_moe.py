@@ -15,7 +15,7 @@ from jaxserve import experts
 from jaxserve.layer_spec import Activation, Dense, Moe, Router
 from jaxserve.layers import gated
 from jaxserve.moe import moe, route
-from jaxserve.sharding import Parallel, make_mesh
+from jaxserve.sharding import make_mesh
 
 SILU = functools.partial(gated, Activation())
 
@@ -111,7 +111,7 @@ def test_every_token_goes_through_its_experts(tokens: int, skew: str) -> None:
     x = rng.standard_normal((tokens, 16)).astype(np.float32)
     real = rng.random(tokens) < 0.7
     real[0] = True
-    mesh = make_mesh(Parallel())
+    mesh = make_mesh(1)
     got = np.asarray(jax.jit(functools.partial(moe, spec, mesh))(params, jnp.asarray(x), jnp.asarray(real)))
     logits = x @ np.asarray(params["router"]).T + np.asarray(params["router_bias"])
     ids, weights = route(spec.router, jnp.asarray(logits))
@@ -129,8 +129,8 @@ def test_devices_share_experts_by_width_and_by_number(parallel: tuple[int, int])
     params = weights_of(spec, 16) | {"correction": jnp.linspace(-0.5, 0.5, 16)}
     x = jnp.asarray(np.random.default_rng(1).standard_normal((33, 16)), jnp.float32)
     real = jnp.arange(33) < 30
-    one = jax.jit(functools.partial(moe, spec, make_mesh(Parallel())))(params, x, real)
-    many = jax.jit(functools.partial(moe, spec, make_mesh(Parallel(*parallel))))(params, x, real)
+    one = jax.jit(functools.partial(moe, spec, make_mesh(1)))(params, x, real)
+    many = jax.jit(functools.partial(moe, spec, make_mesh(*parallel)))(params, x, real)
     np.testing.assert_allclose(many, one, atol=2e-5)
 
 

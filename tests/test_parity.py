@@ -19,6 +19,7 @@ class Spy:
     def __init__(self, llm: jaxserve.LLM):
         self.rows: list[np.ndarray] = []
         compiled = llm._built.engine.runner.compiled
+        compiled.finish()
         for name in [n for n in compiled if n.startswith("logits ")]:
             compiled[name] = self._wrap(compiled[name])
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memory_disk import MemoryDisk
+from memory_stores import MemoryStores
 
 from jaxserve.host_tier import Block, HostTier
 from jaxserve.pages import PagePool
@@ -51,17 +51,22 @@ class CacheMachine(RuleBasedStateMachine):
     preempted = Bundle("preempted")
     events: ClassVar[Counter[str]] = Counter()
 
-    @initialize(records=st.sampled_from([0, 1, 2, 3, 5, 9, 14]), disk=st.sampled_from([0, 3, 30]))
-    def start(self, records: int, disk: int) -> None:
-        self.records, self.disk_records = records, disk
-        self.on_disk: dict[bytes, dict] = {}
+    @initialize(
+        records=st.sampled_from([0, 1, 2, 3, 5, 9, 14]),
+        kept=st.sampled_from([0, 3, 30]),
+        names=st.sampled_from([("disk",), ("sidecar",), ("sidecar", "disk")]),
+    )
+    def start(self, records: int, kept: int, names: tuple[str, ...]) -> None:
+        self.records, self.kept_records = records, kept
+        self.kept: list[tuple[str, dict[bytes, dict]]] = [(name, {}) for name in names]
         self.begin()
 
     def begin(self) -> None:
         self.pool = PagePool(PAGES + 1, SIZE)
         self.tier = HostTier(self.records * 10, 10)
-        self.disk = MemoryDisk(self.disk_records, self.on_disk) if self.disk_records else None
-        self.cache = PrefixCache(self.pool, tier=self.tier, disk=self.disk)
+        near = self.kept[0][0] == "sidecar"
+        self.stores = MemoryStores(self.kept_records, *self.kept, near=near) if self.kept_records else None
+        self.cache = PrefixCache(self.pool, tier=self.tier, stores=self.stores)
         self.device: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self.alive: list[Holder] = []
 
@@ -74,7 +79,35 @@ class CacheMachine(RuleBasedStateMachine):
             assert item.block.data is None, "a block is filled twice"
             item.block.data = [self.page(number) for number in item.pages]
             self.events["spilled"] += len(item.pages)
+            if self.stores is not None:
+                self.stores.save(item.block, range(len(item.pages)))
         self.cache.spills.clear()
+
+    @rule(busy=st.booleans())
+    def back_up(self, busy: bool) -> None:
+        """A plan begins: a block goes to the stores, unless they are behind."""
+        if self.stores is None:
+            return
+        self.stores.busy = busy
+        self.cache.back_up()
+        self.events["backed up"] += sum(len(item.pages) for item in self.cache.spills)
+        assert not (busy and self.cache.spills)
+        for item in self.cache.spills:
+            for page in item.pages:
+                assert len(self.page(page)) == SIZE, "a page is copied that is not full"
+        self.spill()
+        if not self.cache.backlog:
+            self.check_copies()
+
+    def check_copies(self) -> None:
+        """Where there is room for all that ever was, every full page on the device is in every store."""
+        if self.kept_records < 30 or any(len(store) >= 30 for _, store in self.kept):
+            return
+        for page, entry in self.cache._entries.items():
+            for _, store in self.kept:
+                if entry.key is not None:
+                    assert store[entry.key] == self.page(page)
+                    self.events["a copy of a page"] += 1
 
     def write(self, holder: Holder, start: int, stop: int) -> None:
         for i in range(start, stop):
@@ -118,14 +151,15 @@ class CacheMachine(RuleBasedStateMachine):
         holder = Holder(salt, list(tokens), self.cache.chain(tokens, salt))
         hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
         if hit.beyond:
-            self.events["waited for the disk"] += 1
+            self.events["waited for a store"] += 1
             self.cache.let_go(hit.pinned)
-            self.disk.fetch(hit.beyond)
-            for arrival in self.disk.arrived():
-                for keys, data in arrival.blocks:
-                    self.tier.adopt(keys, data)
+            self.stores.fetch(hit.beyond)
+            for arrival in self.stores.arrived():
+                for keys, data, source in arrival.blocks:
+                    self.tier.adopt(keys, data, source)
             hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
-            self.events["came from the disk"] += sum(block.fetched for _, block, _ in hit.loads)
+            for _, block, _ in hit.loads:
+                self.events[f"came from {block.source}"] += 1
         assert hit.tokens <= len(tokens) - 1
         assert hit.copy is None or hit.tokens % SIZE
         fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.held))
@@ -201,16 +235,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(dice=st.integers(0, 19))
     def restart(self, dice: int) -> None:
-        """The engine ends; what the disk has is left, with what is brought there at the end."""
-        if dice != 7 or self.disk is None:
+        """The engine ends; what the stores have is left, with what is brought there at the end."""
+        if dice != 7 or self.stores is None:
             return
         self.spill()
         for key, page in self.cache.keepsakes().items():
-            self.disk.save(Block([key], [self.page(page)]), [0])
+            self.stores.save(Block([key], [self.page(page)]), [0])
         for block in self.tier.blocks():
-            self.disk.save(block, self.tier.live(block))
+            self.stores.save(block, self.tier.live(block))
         self.events["restarted"] += 1
         self.begin()
+
+    @rule(dice=st.integers(0, 19))
+    def die(self, dice: int) -> None:
+        """The engine is killed: what the stores have is left."""
+        if dice == 7 and self.stores is not None:
+            self.events["killed"] += 1
+            self.begin()
 
     @invariant()
     def sound(self) -> None:
@@ -234,12 +275,11 @@ def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=420, stateful_step_count=80, deadline=None))
     events = CacheMachine.events
     assert events["steps"] >= 20_000
-    often = {
-        name: events[name] for name in ("spilled", "loaded", "copied", "no room", "dropped", "waited for the disk")
-    }
+    names = ("spilled", "loaded", "copied", "no room", "dropped", "backed up", "waited for a store")
+    often = {name: events[name] for name in names}
     assert min(often.values()) >= 100, often
-    seldom = ("loaded a tail", "loaded under a full tier", "came from the disk", "restarted", "refused")
-    assert min(events[name] for name in seldom) >= 20, events
+    seldom = ("loaded a tail", "loaded under a full tier", "restarted", "killed", "refused", "a copy of a page")
+    assert min(events[name] for name in (*seldom, "came from sidecar", "came from disk")) >= 20, events
 
 
 def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:

@@ -100,7 +100,7 @@ def test_what_is_loaded_means_what_is_on_disk(devices: int, spelling: str) -> No
     """Bit for bit, with blocks cut short by edges, heads and devices; and it is fp8 on the devices."""
     cfg = model(config())
     parallel = Parallel(devices)
-    mesh = make_mesh(parallel)
+    mesh = make_mesh(parallel.devices, parallel.expert_groups)
     fp8, plain = checkpoints_of(cfg, spelling)
     specs = quantization.quantized(specs_of(cfg, parallel, fp8), BlockFp8(BLOCK), fp8, parallel, "float32")
     params.check(specs, fp8)
@@ -130,8 +130,8 @@ def test_products_equal_those_of_dequantized_weights(dtype: str, rows: int) -> N
     fp8, plain = checkpoints_of(cfg, "weight_scale_inv")
     one = Parallel()
     specs = quantization.quantized(specs_of(cfg, one, fp8), BlockFp8(BLOCK), fp8, one, dtype)
-    layer = params.load(specs, fp8, dtype, make_mesh(one))["layers"][0]
-    exact = params.load(specs_of(cfg, one, plain), plain, dtype, make_mesh(one))["layers"][0]
+    layer = params.load(specs, fp8, dtype, make_mesh(1))["layers"][0]
+    exact = params.load(specs_of(cfg, one, plain), plain, dtype, make_mesh(1))["layers"][0]
     product = jax.jit(linear, static_argnums=2)
     for name, inputs in (("qkv", 1), ("o", 3), ("down", 1)):
         width = int(np.prod(exact[name].shape[-inputs:]))

@@ -59,7 +59,7 @@ def test_a_restart_keeps_what_was_on_the_device_and_on_the_host(speaking, progra
     with roomy(programs_dir, speaking, **room) as first:
         assert first.report()["kv cache"]["disk_tokens_that_fit"] > 1000
         assert texts(first, prompts)[0] == expected
-        assert value(first, "disk_kv_bytes_total", way="write") > 0
+        assert value(first, "kv_store_bytes_total", store="disk", way="write") > 0
     with roomy(programs_dir, speaking, **room) as second:
         assert second.report()["kv cache"]["disk_tokens_there"] > 500
         found, cached = texts(second, prompts)
@@ -67,7 +67,7 @@ def test_a_restart_keeps_what_was_on_the_device_and_on_the_host(speaking, progra
         assert all(tokens >= len(prompt) // 8 * 8 - 8 for tokens, prompt in zip(cached, prompts, strict=True))
         assert value(second, "prompt_tokens_cached_by_source_total", source="disk") > 500
         assert second.compilations_after_ready == 0
-        assert not second._built.engine.scheduler.cache.disk.reading
+        assert not second._built.engine.scheduler.cache.stores.reading
 
 
 def test_damaged_pages_on_disk_are_computed_again(speaking, programs_dir, plain, tmp_path, caplog):
@@ -83,7 +83,7 @@ def test_damaged_pages_on_disk_are_computed_again(speaking, programs_dir, plain,
         found, cached = texts(second, ASKS)
         assert found == expected
         assert cached[0] == 0
-        assert value(second, "disk_kv_dropped_pages_total", reason="damaged") > 0
+        assert value(second, "kv_store_dropped_pages_total", store="disk", reason="damaged") > 0
     assert "damaged" in caplog.text
 
 
@@ -111,7 +111,7 @@ def test_hanging_up_while_pages_come_from_the_disk_leaves_nothing(speaking, prog
     with roomy(programs_dir, speaking, **room) as first:
         texts(first, ASKS)
     with roomy(programs_dir, speaking, **room) as second:
-        disk = second._built.engine.scheduler.cache.disk
+        disk = second._built.engine.scheduler.cache.stores
         gate, asked = threading.Event(), threading.Event()
         read = disk._read
 

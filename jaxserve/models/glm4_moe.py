@@ -9,8 +9,8 @@ from jaxserve.models.family import Family, decoder_config
 
 
 def _glm4_moe(hf: dict[str, Any]) -> ModelConfig:
-    traits = {"qkv_bias": bool(hf.get("attention_bias")), "qk_norm": bool(hf.get("use_qk_norm"))}
-    return decoder_config(hf, ffn=deepseek_ffn(hf), **traits)
+    bias, norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm"))
+    return decoder_config(hf, ffn=deepseek_ffn(hf), qkv_bias=bias, qk_norm=norm)
 
 
 FAMILIES = {"glm4_moe": Family(_glm4_moe, unused=lambda cfg: (f"model.layers.{cfg.num_layers}.",))}

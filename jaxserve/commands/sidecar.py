@@ -1,0 +1,263 @@
+"""``jaxserve sidecar``: the process that keeps weights and KV pages in memory while engines come and go."""
+
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from jaxserve.commands.common import MODEL_HELP, UsageError
+from jaxserve.config import EngineConfig
+from jaxserve.options import Parser, add_options, given
+from jaxserve.progress import Progress
+from jaxserve.report import human_bytes
+from jaxserve.sidecar.errors import SidecarError
+from jaxserve.sidecar.place import Place, groups
+
+log = logging.getLogger(__name__)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=Parser)
+    start = _action(actions, "start", _start, "start a sidecar, or go to the one that runs, and have it load models")
+    start.add_argument("models", nargs="*", metavar="MODEL", help=MODEL_HELP)
+    start.add_argument("--draft", action="append", default=[], metavar="MODEL", help="a model to draft with")
+    start.add_argument(
+        "--foreground", action="store_true", help="be the sidecar, and log to the terminal (for systemd)"
+    )
+    start.add_argument("--gpus", metavar="N,N,...", help="numbers of the GPUs; the first ones by default")
+    start.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the models"
+    )
+    add_options(start, EngineConfig, title="layout", only=("tensor_parallel", "dtype"))
+    status = _action(actions, "status", _status, "what the sidecars hold, and who uses it")
+    status.add_argument("--json", action="store_true", help="a JSON object for each, a line each")
+    status.add_argument("--wait", type=float, metavar="SECONDS", help="until every model is loaded, at most so long")
+    _action(actions, "stop", _stop, "end a sidecar; engines keep what they have mapped")
+    evict = _action(actions, "evict", _evict, "have a sidecar let go of a model or a KV pool")
+    evict.add_argument("name", metavar="NAME", help="as in status")
+    evict.add_argument("--force", action="store_true", help="though a process uses it: that one keeps the memory")
+    verify = _action(actions, "verify", _verify, "hash a model's memory again, and compare")
+    verify.add_argument("name", metavar="NAME", help="as in status")
+
+
+def _action(actions: Any, name: str, command: Callable[[argparse.Namespace], int], text: str) -> Any:
+    parser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("--sidecar-dir", metavar="FOLDER", help="jaxserve-UID in the temporary folder by default")
+    if name != "start":
+        parser.add_argument(
+            "--group", metavar="NAME", help="a group of devices, as in status; needed where there are several"
+        )
+    parser.set_defaults(command=command, kinds=(EngineConfig,))
+    return parser
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+def _start(parsed: argparse.Namespace) -> int:
+    options = given(parsed, EngineConfig)
+    config = EngineConfig.from_options("models", options)
+    from jaxserve.sidecar.holdings import Wish
+
+    named = [(model, "target") for model in parsed.models] + [(model, "draft") for model in parsed.draft]
+    wishes = [Wish(*_resolve(model, options), config.tensor_parallel, role) for model, role in named]
+    group, uuids = _devices(parsed, config.tensor_parallel)
+    with Place(parsed.sidecar_dir, group, create=True) as place:
+        if parsed.foreground:
+            from jaxserve.sidecar.owner import run
+
+            return run(place, uuids, wishes)
+        from jaxserve.sidecar.start import connect_or_start
+
+        sidecar, started = connect_or_start(place, uuids, "jaxserve sidecar start")
+        with sidecar:
+            print(f"sidecar {group}: process {sidecar.pid}, {'started' if started else 'was running'}", flush=True)
+            ids = [sidecar.load(w.path, w.dtype, w.tensor_parallel, w.role)["id"] for w in wishes]
+            return _await(sidecar, ids, parsed.timeout, place)
+
+
+def _resolve(model: str, options: dict[str, Any]) -> tuple[str, str]:
+    """The absolute path of a model, and the dtype that an engine would choose. Raises what opening it does."""
+    import checkpoints
+    from jaxserve import models
+    from jaxserve.declare import resolve_dtype
+
+    path = os.path.abspath(checkpoints.resolve_model(model))
+    with checkpoints.open_checkpoint(path) as source:
+        return path, resolve_dtype(
+            EngineConfig.from_options(model, options), source, models.model_config(source.config)
+        )
+
+
+def _devices(parsed: argparse.Namespace, count: int) -> tuple[str, list[str]]:
+    """The group, and the UUIDs of its GPUs: none where there are none to be seen, or jax is told to use the CPU."""
+    import jax
+
+    from jaxserve.sidecar import cuda
+    from jaxserve.sidecar.groups import CPU, gpu_group
+
+    if parsed.gpus is None and jax.config.jax_platforms == "cpu":
+        return CPU, []
+    try:
+        numbers = range(count) if parsed.gpus is None else [int(number) for number in parsed.gpus.split(",")]
+    except ValueError:
+        raise UsageError(f"--gpus {parsed.gpus}: must be numbers like 0,1") from None
+    if len(numbers) != count:
+        raise UsageError(f"--gpus {parsed.gpus}: --tensor-parallel {count} needs {count}")
+    try:
+        uuids = [cuda.uuid(number) for number in numbers]
+    except SidecarError as error:
+        if parsed.gpus is None and error.code == "unsupported":
+            return CPU, []
+        raise
+    return gpu_group(uuids), uuids
+
+
+def _await(sidecar: Any, ids: list[str], seconds: float, place: Place) -> int:
+    """Wait for models, with a bar for each; 1 where one fails."""
+    deadline = time.monotonic() + seconds
+    with Progress() as progress:
+        bars = {model_id: progress.bar(model_id, "bytes") for model_id in ids}
+        while True:
+            offers = {offer["id"]: offer for offer in sidecar.offers() if offer["id"] in bars}
+            for model_id, offer in offers.items():
+                bars[model_id](offer["done"], offer["total"] or 1)
+            if all(offer["state"] != "loading" for offer in offers.values()):
+                break
+            if time.monotonic() > deadline:
+                raise SidecarError(f"still loading after {seconds:g} s; it goes on, see {place.log_path}", "loading")
+            time.sleep(0.05)
+    status = 0
+    held = {model["id"]: model for model in sidecar.status()["models"]}
+    for model_id in ids:
+        model = held.get(model_id)
+        if model is None or model["state"] != "ready":
+            status = 1
+            print(f"{model_id}: {'evicted' if model is None else model['error']}")
+        else:
+            print(f"{model['name']}: {human_bytes(model['bytes'])} in {model['seconds']:.2f} s")
+    return status
+
+
+# -- the others -------------------------------------------------------------------------------------------------------
+
+
+def _running(parsed: argparse.Namespace) -> Iterator[tuple[Place, Any]]:
+    """Every sidecar that answers, or the one that was named; those that have died are passed over."""
+    from jaxserve.sidecar.client import Sidecar
+
+    for group in [parsed.group] if parsed.group else groups(parsed.sidecar_dir):
+        with Place(parsed.sidecar_dir, group) as place:
+            try:
+                sidecar = Sidecar(place, f"jaxserve sidecar {parsed.command.__name__.strip('_')}")
+            except SidecarError as error:
+                if error.code != "gone" or parsed.group:
+                    raise
+                continue
+            with sidecar:
+                yield place, sidecar
+
+
+def _one(parsed: argparse.Namespace, stack: ExitStack) -> tuple[Place, Any]:
+    """The only sidecar that runs, or the named one, until ``stack`` ends. Raises ``SidecarError`` or UsageError."""
+    names = [place.group for place, _ in _running(parsed)]
+    if not names:
+        raise SidecarError("no sidecar runs here", "gone")
+    if len(names) > 1:
+        raise UsageError(f"--group: say which of {', '.join(names)}")
+    from jaxserve.sidecar.client import Sidecar
+
+    place = stack.enter_context(Place(parsed.sidecar_dir, names[0]))
+    return place, stack.enter_context(Sidecar(place, "jaxserve sidecar"))
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    if parsed.wait is not None:
+        deadline = time.monotonic() + parsed.wait
+        while True:
+            found = [model for _, sidecar in _running(parsed) for model in sidecar.status()["models"]]
+            if found and all(model["state"] != "loading" for model in found):
+                break
+            if time.monotonic() > deadline:
+                raise SidecarError(f"not ready after {parsed.wait:g} s", "loading")
+            time.sleep(0.1)
+    ready, count = True, 0
+    for _, sidecar in _running(parsed):
+        status = sidecar.status()
+        count += 1
+        ready = ready and all(model["state"] != "failed" for model in status["models"])
+        print(json.dumps(status) if parsed.json else _shown(status))
+    if not count:
+        raise SidecarError("no sidecar runs here", "gone")
+    return 0 if ready else 1
+
+
+def _shown(status: dict[str, Any]) -> str:
+    now = time.time()
+    lines = [
+        f"sidecar {status['group']}: process {status['pid']}, up {_ago(now - status['since'])}, "
+        f"{human_bytes(status['host_free_bytes'])} of host memory free, log {status['log']}"
+    ]
+    for model in status["models"]:
+        state = model["state"]
+        if state == "loading":
+            state += f" {model['done']}/{model['total']} bytes"
+        elif state == "failed":
+            state += f": {model['error']}"
+        about = f"{model['role']}, {model['dtype']}, tensor_parallel {model['tensor_parallel']}"
+        lines.append(f"  {model['name']} ({about}): {state}, {human_bytes(model['bytes'])}, from {model['path']}")
+        lines += [f"    used by {_client(client, now)}" for client in model["clients"]]
+    for pool in status["pools"]:
+        user = f"used by {_client(pool['client'], now)}" if pool["client"] else "idle"
+        lines.append(f"  {pool['name']}: {human_bytes(pool['bytes'])} of {human_bytes(pool['room'])} KV pages, {user}")
+    return "\n".join(lines)
+
+
+def _client(client: dict[str, Any], now: float) -> str:
+    return f"process {client['pid']} ({client['what']}) for {_ago(now - client['since'])}"
+
+
+def _ago(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )
+
+
+def _stop(parsed: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        place, sidecar = _one(parsed, stack)
+        users = {c["pid"] for model in sidecar.status()["models"] for c in model["clients"]}
+        sidecar.stop()
+        deadline = time.monotonic() + 10
+        while (lock := place.lock()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if lock is None:
+            raise SidecarError(f"process {sidecar.pid} has not ended after 10 s")
+        os.close(lock)
+        kept = f"; {len(users)} engines keep what they have mapped" if users else ""
+        print(f"sidecar {place.group}: process {sidecar.pid} has ended{kept}")
+    return 0
+
+
+def _evict(parsed: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        _, sidecar = _one(parsed, stack)
+        print(f"{parsed.name}: {human_bytes(sidecar.evict(parsed.name, force=parsed.force))} given back")
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        _, sidecar = _one(parsed, stack)
+        damaged = sidecar.verify(parsed.name)
+    print(f"{parsed.name}: damaged: {', '.join(damaged)}" if damaged else f"{parsed.name}: as it was loaded")
+    return 1 if damaged else 0

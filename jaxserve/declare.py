@@ -1,0 +1,59 @@
+"""What a checkpoint becomes in the engine: its dtype, and its weights' declaration, checked against its tensors."""
+
+import dataclasses
+
+import checkpoints
+from jaxserve import models, params, quantization
+from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.models.weights import IGNORED_TENSORS, param_specs
+from jaxserve.sharding import HeadLayout, Parallel, head_layout
+
+
+def parallel_of(config: EngineConfig) -> Parallel:
+    """How the devices share the model."""
+    return Parallel(config.tensor_parallel, config.expert_parallel)
+
+
+def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: ModelConfig) -> str:
+    """The engine's dtype. ``auto`` keeps float32 and bfloat16; float16 and quantized weights become bfloat16."""
+    if isinstance(source, checkpoints.OrbaxCheckpoint) and config.dtype not in ("auto", model.dtype):
+        raise ConfigError(
+            f"dtype {config.dtype}: this folder was converted as {model.dtype}; leave dtype out, "
+            f"or convert the original again with dtype {config.dtype}"
+        )
+    if config.dtype != "auto":
+        return config.dtype
+    if source.format == "gguf":
+        encodings = {info.encoding for info in source.tensors.values() if len(info.shape) > 1}
+        return "float32" if encodings == {"F32"} else "bfloat16"
+    return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
+
+
+def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str) -> params.Specs:
+    """The model's parameters, checked against the checkpoint's tensors. ``dtype`` is the engine's."""
+    family = models.FAMILIES[model.model_type]
+    if isinstance(source, checkpoints.OrbaxCheckpoint):
+        saved = (source.meta.get("layout") or {}).get("tensor_parallel")
+        if not isinstance(saved, int) or saved < 1:
+            raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
+        model = dataclasses.replace(model, tie_embeddings="head" not in source.tensors)
+        _check_layout(model, Parallel(saved), parallel)
+        return param_specs(model, family, parallel, ())
+    specs = param_specs(model, family, parallel, source.tensors)
+    rule = quantization.rule(source.config)
+    if rule is not None:
+        specs = quantization.quantized(specs, rule, source, parallel, dtype)
+    params.check(specs, source, IGNORED_TENSORS, family.unused(model))
+    return specs
+
+
+def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:
+    def layout(parallel: Parallel) -> tuple[HeadLayout, list[tuple[int, ...]]]:
+        specs = param_specs(model, models.FAMILIES[model.model_type], parallel, ())
+        return head_layout(model.num_heads, model.num_kv_heads, parallel.devices), params.shapes(specs)
+
+    if layout(saved) != layout(wanted):
+        raise ConfigError(
+            f"tensor_parallel {wanted.devices}: this folder was converted for tensor_parallel {saved.devices}, which "
+            "lays heads out differently; convert the original again"
+        )
