@@ -2,9 +2,10 @@
 
 import argparse
 
-from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers
+from benchmarks import accuracy, compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers
 
 COMMANDS = {
+    "accuracy": accuracy,
     "offline": offline,
     "serving": serving,
     "startup": startup,
