@@ -41,7 +41,7 @@ def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoi
         return param_specs(model, family, parallel, ())
     specs = param_specs(model, family, parallel, source.tensors)
     rule = quantization.rule(source.config)
-    if rule is not None:
+    if isinstance(rule, quantization.BlockFp8):
         specs = quantization.quantized(specs, rule, source, parallel, dtype)
     params.check(specs, source, IGNORED_TENSORS, family.unused(model))
     return specs

@@ -128,7 +128,9 @@ def _attention(
         starts, counts = ctx.spans[:, first:last]
         rows = q.reshape(last - first, -1, *q.shape[1:])
         scale = cfg.head_dim**-0.5
-        out = paged_attention(rows, kv, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window)
+        out = paged_attention(
+            rows, kv, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window, sinks=params.get("sinks")
+        )
         return out.reshape(q.shape)
 
     parts = []

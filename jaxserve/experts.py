@@ -6,6 +6,7 @@ same in one call, but on a CPU (and on a GPU without a kernel for it) it expands
 kernel belongs in the place of ``mix``.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve import quantization
 from jaxserve.layers import linear
 
 TILE_BYTES = 2 << 20
@@ -74,19 +76,19 @@ def mix(
     gate_up, down = params["gate_up"], params["down"]
     experts, _, width, hidden = gate_up.shape
     rows = block_rows(chosen.size, experts)
-    tile = tile_width(width, 2 * hidden * gate_up.dtype.itemsize)
+    tile = tile_width(width, 2 * hidden * jnp.dtype(gate_up.dtype).itemsize, math.lcm(_block(gate_up), _block(down)))
     blocks = cut(chosen.reshape(-1), experts, rows)
     owners = blocks.order // per_token
     x = x.astype(gate_up.dtype)
 
     def part(expert: jax.Array, mine: jax.Array, first: jax.Array) -> jax.Array:
         """What ``tile`` channels of an expert's width contribute to rows ``mine``."""
-        weight = lax.dynamic_slice(gate_up, (expert, 0, first, 0), (1, 2, tile, hidden))[0]
-        both = linear(mine, weight)  # [rows, 2, tile]
+        weight = quantization.cut(gate_up, (expert, 0, first, 0), (1, 2, tile, hidden))
+        both = linear(mine, weight)[:, 0]  # [rows, 2, tile]
         if "gate_up_bias" in params:
             both = both + lax.dynamic_slice(params["gate_up_bias"], (expert, 0, first), (1, 2, tile))
         inner = gated(both[:, 0], both[:, 1])
-        return linear(inner, lax.dynamic_slice(down, (expert, 0, first), (1, hidden, tile))[0])
+        return linear(inner, quantization.cut(down, (expert, 0, first), (1, hidden, tile)))[:, 0]
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, start = blocks.expert[i], blocks.start[i]
@@ -104,7 +106,14 @@ def mix(
     return jnp.where(computed, found * weights[:, :, None], 0.0).sum(1)
 
 
-def tile_width(width: int, channel_bytes: int) -> int:
-    """The widest divisor of ``width`` whose weights fit TILE_BYTES."""
-    most = max(1, TILE_BYTES // channel_bytes)
-    return next(size for size in range(min(width, most), 0, -1) if width % size == 0)
+def tile_width(width: int, channel_bytes: int, block: int = 1) -> int:
+    """The widest divisor of ``width`` that is a multiple of ``block`` and whose weights fit TILE_BYTES."""
+    most = max(block, TILE_BYTES // channel_bytes)
+    return next((size for size in range(min(width, most), 0, -1) if width % size == 0 and size % block == 0), width)
+
+
+def _block(weight: quantization.Weight) -> int:
+    """How many channels of an expert's width, axis 2 of both matrices, have to stay together."""
+    if isinstance(weight, quantization.QuantArray):
+        return weight.blocks[2]
+    return weight.block if isinstance(weight, quantization.MxArray) and len(weight.shape) == 3 else 1

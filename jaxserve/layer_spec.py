@@ -20,13 +20,19 @@ class Attention:
     o_bias: bool = False
     qk_norm: bool = False
     """Queries and keys pass an RMS norm a head."""
+    sinks: bool = False
+    """Every head has a learned score that takes part in the softmax and mixes in nothing."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How a gated feed-forward network joins its two halves: ``kind(gate) * up``."""
+    """How a gated feed-forward network joins its two halves: ``kind(gate) * up``; ``swish_up_one`` is
+    ``gate * sigmoid(alpha * gate) * (up + 1)``."""
 
-    kind: Literal["silu"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "swish_up_one"] = "silu"
+    limit: float | None = None
+    """The gate is at most this, and up between its negative and it."""
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Moe:
     router: Router
     activation: Activation = Activation()
     bias: bool = False
+    mxfp4: bool = False
+    """The experts' matrices are MXFP4."""
     shared: Dense | None = None
     """A network that every token passes through; several shared experts are one wide network."""
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.layer_spec import Activation, Dense
-from jaxserve.quantization import QuantArray
+from jaxserve.quantization import MxArray, QuantArray, Weight
 from jaxserve.rope import RopeConfig
 
 
-def linear(x: jax.Array, weight: jax.Array | QuantArray, inputs: int = 1) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, inputs: int = 1) -> jax.Array:
     """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``; ``in`` are the
     last ``inputs`` axes of the weight.
 
@@ -24,6 +24,8 @@ def linear(x: jax.Array, weight: jax.Array | QuantArray, inputs: int = 1) -> jax
     rows, outer = x.shape[0], weight.shape[: len(weight.shape) - inputs]
     if isinstance(weight, QuantArray):
         return weight.matmul(x, inputs).reshape(rows, *outer)
+    if isinstance(weight, MxArray):
+        weight = weight.dequantize()
     x = x.astype(weight.dtype)
     if rows == 1 and weight.dtype.itemsize < 4:
         x = jnp.concatenate([x, x])
@@ -40,7 +42,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Join the two halves of a gated feed-forward network, ``[..., F]`` each."""
-    return jax.nn.silu(gate) * up
+    if activation.limit is not None:
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    if activation.kind == "swish_up_one":
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
+    return (jax.nn.gelu(gate, approximate=True) if activation.kind == "gelu_tanh" else jax.nn.silu(gate)) * up
 
 
 def mlp(spec: Dense, params: dict[str, Any], x: jax.Array) -> jax.Array:

@@ -9,8 +9,9 @@ import numpy as np
 import numpy_moe
 import pytest
 from safetensors.numpy import load_file
-from tiny import FIXTURES, reference
+from tiny import FIXTURES, idle, reference, tiny
 
+import jaxserve
 from jaxserve import experts
 from jaxserve.layer_spec import Activation, Dense, Moe, Router
 from jaxserve.layers import gated
@@ -156,3 +157,22 @@ def test_cost_follows_the_choices(tokens: int) -> None:
     assert blocks * rows <= 1.3 * choices
     row_bytes = (choices + rows) * hidden * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * row_bytes + 2 * experts.TILE_BYTES
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss_mxfp4"])
+def test_an_engine_whose_devices_hold_different_experts(family: str, programs_dir: str) -> None:
+    """Two groups of two devices give the reference's tokens, to a prompt alone and in company."""
+    ref = reference(family)
+    prompt = ref["input_ids"][0].tolist()
+    options = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    with tiny(programs_dir, family, tensor_parallel=4, expert_parallel=2) as llm:
+        (alone,) = llm.generate([prompt], **options)
+        together = llm.generate([prompt[:5], prompt, prompt[9:]], **options)
+        assert alone.outputs[0].token_ids == ref["greedy_ids"].tolist()
+        assert together[1].outputs[0].token_ids == ref["greedy_ids"].tolist()
+        idle(llm)
+
+
+def test_groups_of_devices_must_be_equal() -> None:
+    with pytest.raises(jaxserve.ConfigError, match=r"expert_parallel \(3\) must divide tensor_parallel \(4\)"):
+        jaxserve.EngineConfig(tensor_parallel=4, expert_parallel=3)

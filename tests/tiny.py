@@ -9,7 +9,19 @@ import numpy as np
 import jaxserve
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-FAMILIES = ("llama3", "smollm2", "qwen2", "qwen3", "ministral3", "qwen3_fp8_block", "qwen3_moe", "glm4_moe", "mixtral")
+FAMILIES = (
+    "llama3",
+    "smollm2",
+    "qwen2",
+    "qwen3",
+    "ministral3",
+    "qwen3_fp8_block",
+    "qwen3_moe",
+    "glm4_moe",
+    "mixtral",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+)
 
 LIMITS: dict[str, Any] = {
     "dtype": "float32",

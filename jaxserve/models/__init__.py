@@ -23,5 +23,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"unknown architecture {hf.get('architectures') or kind!r} (model_type {kind!r}); known: {names}"
         )
-    quantization.rule(hf)
-    return FAMILIES[kind].config(hf)
+    rule, cfg = quantization.rule(hf), FAMILIES[kind].config(hf)
+    if isinstance(rule, quantization.MxExperts) and not any(getattr(spec.ffn, "mxfp4", False) for spec in cfg.layers):
+        raise ConfigError(f"quantization_config: quant_method 'mxfp4' is not supported for {kind}")
+    return cfg

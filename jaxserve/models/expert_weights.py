@@ -4,8 +4,9 @@ In memory all experts of a layer are two arrays, ``gate_up [X, 2, F, E]`` and ``
 is padded to the groups of devices that share them out, the width to the devices of a group.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +35,12 @@ class Place:
 
     @property
     def width(self) -> int:
-        """F of an expert, padded."""
-        return pad_to_multiple(self.spec.width, self.parallel.group)
+        """F of an expert, padded; MXFP4 is cut between groups of 32."""
+        return pad_to_multiple(self.spec.width, self.parallel.group * (32 if self.spec.mxfp4 else 1))
 
 
-ExpertWeights = Callable[[Place], dict[str, ParamSpec]]
-"""Declares the parameters of a mixture (the names of ``moe.AXES``)."""
+ExpertWeights = Callable[[Place], dict[str, Any]]
+"""Declares the parameters of a mixture: the names of ``moe.AXES``, a ``ParamSpec`` or a tree of them each."""
 
 Read = Callable[[Source, range, range], np.ndarray]
 """Reads ``gate_up [x, 2, f, E]`` or ``down [x, E, f]`` of real experts x and real channels f of their width."""
@@ -93,26 +94,43 @@ def _whole(name: str, shape: tuple[int, ...]) -> ParamSpec:
     return ParamSpec(shape, axes, {name: shape}, lambda source, i: source.read(name)[i], dtype="float32")
 
 
-def gate_up_spec(at: Place, pieces: dict[str, tuple[int, ...]], read: Read) -> ParamSpec:
-    shape = (at.experts, 2, at.width, at.hidden)
-    return ParamSpec(shape, AXES["gate_up"], pieces, lambda source, index: _padded(at, source, index, read, 2))
+def gate_up_spec(at: Place, pieces: Mapping[str, tuple[int, ...]], read: Read) -> ParamSpec:
+    return padded_spec(at, "gate_up", (at.experts, 2, at.width, at.hidden), 2, pieces, read)
 
 
-def down_spec(at: Place, pieces: dict[str, tuple[int, ...]], read: Read) -> ParamSpec:
-    shape = (at.experts, at.hidden, at.width)
-    return ParamSpec(shape, AXES["down"], pieces, lambda source, index: _padded(at, source, index, read, 2))
+def down_spec(at: Place, pieces: Mapping[str, tuple[int, ...]], read: Read) -> ParamSpec:
+    return padded_spec(at, "down", (at.experts, at.hidden, at.width), 2, pieces, read)
 
 
-def _padded(at: Place, source: Source, index: Index, read: Read, width_axis: int) -> np.ndarray:
-    """Read what is real of a part whose first axis are experts and whose ``width_axis`` is their width; 0 elsewhere."""
-    shape = tuple(part.stop - part.start for part in index)
-    wanted = range(index[0].start, min(index[0].stop, at.spec.experts))
-    channels = range(index[width_axis].start, min(index[width_axis].stop, at.spec.width))
-    if not wanted or not channels:
-        return np.zeros(shape, np.float32)
-    data = read(source, wanted, channels)
-    missing = [(0, size - have) for size, have in zip(shape, data.shape, strict=True)]
-    return np.pad(data, missing) if data.shape != shape else data
+def padded_spec(
+    at: Place,
+    name: str,
+    shape: tuple[int, ...],
+    width_axis: int | None,
+    pieces: Mapping[str, tuple[int, ...]],
+    read: Read,
+    dtype: str | None = None,
+    unit: int = 1,
+) -> ParamSpec:
+    """A parameter whose first axis are experts and whose ``width_axis`` is their width, in steps of ``unit`` channels.
+
+    ``read`` gives what is real of a part; the rest is 0.
+    """
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        part = tuple(each.stop - each.start for each in index)
+        wanted = range(index[0].start, min(index[0].stop, at.spec.experts))
+        channels = range(at.spec.width)
+        if width_axis is not None:
+            across = index[width_axis]
+            channels = range(across.start * unit, min(across.stop * unit, at.spec.width))
+        if not wanted or not channels:
+            return np.zeros(part, np.float32)
+        data = read(source, wanted, channels)
+        missing = [(0, size - have) for size, have in zip(part, data.shape, strict=True)]
+        return np.pad(data, missing) if data.shape != part else data
+
+    return ParamSpec(shape, AXES[name], pieces, fill, dtype=dtype)
 
 
 def shared_specs(at: Place, prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")):

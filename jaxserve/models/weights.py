@@ -1,6 +1,7 @@
 """The weights of a decoder: shape, sharding and names on disk of every one, in Hugging Face's usual spelling."""
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
     vocab = pad_to_multiple(cfg.vocab_size, parallel.devices)
     table = (cfg.vocab_size, cfg.hidden_size)
 
-    def layer(number: int, spec: LayerSpec) -> dict[str, ParamSpec]:
+    def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
         prefix = f"model.layers.{number}."
         specs = _norms(cfg, prefix) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.")
         if isinstance(spec.ffn, Moe):
@@ -73,6 +74,8 @@ def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: st
         specs["qkv_bias"] = _qkv(cfg, layout, prefix, "bias", ())
     if spec.o_bias:
         specs["o_bias"] = vector(prefix + "o_proj.bias", cfg.hidden_size)
+    if spec.sinks:
+        specs["sinks"] = _sinks(cfg, layout, prefix + "sinks")
     if spec.qk_norm:
         specs["q_norm"] = vector(prefix + "q_norm.weight", cfg.head_dim)
         specs["k_norm"] = vector(prefix + "k_norm.weight", cfg.head_dim)
@@ -109,6 +112,17 @@ def _heads(source: Source, name: str, heads: list[int], dim: int) -> np.ndarray:
     out = np.zeros((len(heads), *data.shape[1:]), data.dtype)
     out[[i for i, h in enumerate(heads) if h >= 0]] = data
     return out
+
+
+def _sinks(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
+    """A score a query head, float32 ``[K, group]``."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        data = np.append(source.read(name).astype(np.float32), np.float32(0))  # head -1 is this last one
+        return data[np.array(layout.q_source[index[0].start : index[0].stop])]
+
+    shape = (layout.kv_heads, layout.group)
+    return ParamSpec(shape, ("kv_heads", None), {name: (cfg.num_heads,)}, fill, dtype="float32")
 
 
 def _output(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:

@@ -1,7 +1,8 @@
 """Quantized checkpoints: which are read (``rules``), how their weights are kept (``array``) and filled (``specs``)."""
 
-from jaxserve.quantization.array import QuantArray, cut
-from jaxserve.quantization.rules import BlockFp8, rule
+from jaxserve.quantization.array import QuantArray, Weight, cut
+from jaxserve.quantization.mx_array import MxArray
+from jaxserve.quantization.rules import BlockFp8, MxExperts, rule
 from jaxserve.quantization.specs import quantized
 
-__all__ = ["BlockFp8", "QuantArray", "cut", "quantized", "rule"]
+__all__ = ["BlockFp8", "MxArray", "MxExperts", "QuantArray", "Weight", "cut", "quantized", "rule"]

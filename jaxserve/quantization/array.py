@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.quantization.mx_array import MxArray
 from pallas_kernels.quant_matmul import dequantize, quant_matmul
 
 
@@ -47,8 +48,13 @@ class QuantArray:
         return quant_matmul(x, matrix(self.data), matrix(self.scale), blocks, jnp.dtype(self.dtype))
 
 
-def cut(weight: "jax.Array | QuantArray", starts: Sequence[Any], sizes: Sequence[int]) -> "jax.Array | QuantArray":
+Weight = jax.Array | QuantArray | MxArray
+
+
+def cut(weight: Weight, starts: Sequence[Any], sizes: Sequence[int]) -> Weight:
     """``lax.dynamic_slice`` of a weight. Starts and sizes of a quantized one fall on borders of blocks."""
+    if isinstance(weight, MxArray):
+        return weight.cut(starts, sizes)
     if not isinstance(weight, QuantArray):
         return lax.dynamic_slice(weight, starts, sizes)
     scale_starts = [start // block for start, block in zip(starts, weight.blocks, strict=True)]

@@ -16,10 +16,18 @@ class BlockFp8:
         return f"fp8, a scale for {self.block}x{self.block} weights"
 
 
+@dataclass(frozen=True)
+class MxExperts:
+    """Experts in MXFP4, as families that know them declare."""
+
+    def __str__(self) -> str:
+        return "experts in mxfp4"
+
+
 SUPPORTED = "fp8 with a square weight_block_size is"
 
 
-def rule(hf: dict[str, Any]) -> BlockFp8 | None:
+def rule(hf: dict[str, Any]) -> BlockFp8 | MxExperts | None:
     """How the checkpoint is quantized; None where it is not. Raises ``ConfigError`` naming what is not supported."""
     config = hf.get("quantization_config")
     if not config:
@@ -27,6 +35,8 @@ def rule(hf: dict[str, Any]) -> BlockFp8 | None:
     if not isinstance(config, dict):
         raise ConfigError(f"quantization_config must be an object, got {config!r}")
     method = config.get("quant_method")
+    if method == "mxfp4":
+        return MxExperts()
     if method != "fp8":
         detail = "".join(f", {name} {config[name]!r}" for name in ("quant_algo", "format", "bits") if name in config)
         raise ConfigError(f"quantization_config: quant_method {method!r}{detail} is not supported; {SUPPORTED}")

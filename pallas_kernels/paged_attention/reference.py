@@ -23,6 +23,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     chunk: int = 64,
 ) -> jax.Array:
     """Each of N rows is a block of Q consecutive queries of one sequence, attending to all its keys so far.
@@ -31,7 +32,8 @@ def paged_attention(
     pages; or uint8 ``[P, 2, K, G * (D + 1)]``, their fp8 records (``pallas_kernels.codecs.records``).
     tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
     first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
-    included. chunk: tokens of context a loop step looks at.
+    included. sinks: float32 ``[K, g]``, a score of each head that takes part in the softmax and has no value. chunk:
+    tokens of context a loop step looks at.
     Returns float32 ``[N, Q, K, g, D]``.
     """
     rows, queries, kv_heads, group, dim = q.shape
@@ -73,6 +75,8 @@ def paged_attention(
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, dim)))
     first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
     last = (jnp.max(starts + counts) + span - 1) // span
-    _, total, out = lax.fori_loop(first, last, step, carry)
+    peak, total, out = lax.fori_loop(first, last, step, carry)
+    if sinks is not None:
+        total = total + jnp.exp(jnp.repeat(sinks, queries, axis=1) - peak)
     out = out / total[..., None]
     return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
