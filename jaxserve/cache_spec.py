@@ -18,7 +18,7 @@ class CacheSpec:
 
     On the devices each layer holds one array ``[P, 2, K, G, D]`` (pages; keys and values; KV heads, tokens a page, head
     dim), sharded over K: a page is one piece of memory, which is quicker to move, and so is a head's part of it. Pages
-    of fp8 records are bytes, ``[P, 2, K, G * (D + 1)]``: a head's G rows of e4m3, then a scale for each.
+    of fp8 records are bytes, ``[P, 2, K, G * (D + 4)]``: a head's G rows of e4m3, then their float32 scales.
     """
 
     kind: Literal["paged"]
@@ -30,13 +30,13 @@ class CacheSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes one token takes over all layers of the group and all devices."""
-        head = self.head_dim + 1 if self.dtype == FP8 else self.head_dim * _BYTES[self.dtype]
+        head = self.head_dim + 4 if self.dtype == FP8 else self.head_dim * _BYTES[self.dtype]
         return 2 * len(self.layers) * self.kv_heads * head
 
     def pages_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """Of one layer's array."""
         if self.dtype == FP8:
-            return (num_pages, 2, self.kv_heads, page_size * (self.head_dim + 1))
+            return (num_pages, 2, self.kv_heads, page_size * (self.head_dim + 4))
         return (num_pages, 2, self.kv_heads, page_size, self.head_dim)
 
     @property

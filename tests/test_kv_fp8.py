@@ -60,7 +60,7 @@ def test_bytes_are_counted_and_reported(programs_dir: str) -> None:
         held = llm._built.runner.state.kv
         cfg = llm._built.model
     pages = LIMITS["page_size"] * (table["pages"] + 1)
-    assert table["bytes_per_token"] == 2 * cfg.num_layers * cfg.num_kv_heads * (cfg.head_dim + 1)
+    assert table["bytes_per_token"] == 2 * cfg.num_layers * cfg.num_kv_heads * (cfg.head_dim + 4)
     assert table["total_bytes"] == pages * table["bytes_per_token"] == sum(layer.nbytes for layer in held)
     assert table["dtype"].startswith("fp8")
     assert CacheSpec("paged", (0,), 2, 64, FP8).token_bytes * 2 < CacheSpec("paged", (0,), 2, 64, "float32").token_bytes
@@ -95,7 +95,7 @@ def test_attention_reads_what_the_records_mean() -> None:
     tables = jnp.asarray(rng.permutation(np.arange(1, 9)).reshape(2, 4), jnp.int32)
     k, v = rng.standard_normal((2, pages * size, heads, dim), np.float32)
     slots = jnp.arange(pages * size)
-    packed = write_heads(jnp.full((pages, 2, heads, size * (dim + 1)), 0x11, jnp.uint8), k, v, slots)
+    packed = write_heads(jnp.full((pages, 2, heads, size * (dim + 4)), 0x11, jnp.uint8), k, v, slots)
     meant = records.dequantize_heads(*records.unpack_head_pages(packed, dim))
     for queries in (1, 8):
         q = jnp.asarray(rng.standard_normal((2, queries, heads, 3, dim)), jnp.float32)

@@ -29,7 +29,7 @@ def paged_attention(
     """Each of N rows is a block of Q consecutive queries of one sequence, attending to all its keys so far.
 
     q: ``[N, Q, K, g, D]``, g query heads a KV head. pages: ``[P, 2, K, G, D]``, keys and values of P
-    pages; or uint8 ``[P, 2, K, G * (D + 1)]``, their fp8 records (``pallas_kernels.codecs.records``).
+    pages; or uint8 ``[P, 2, K, G * (D + 4)]``, their fp8 records (``pallas_kernels.codecs.records``).
     tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
     first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
     included. sinks: float32 ``[K, g]``, a score of each head that takes part in the softmax and has no value. chunk:
@@ -44,7 +44,7 @@ def paged_attention(
         tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
     few = group * queries < 16  # XLA's CPU backend is quicker in float32 there, conversion included
     fp8 = pages.dtype == jnp.uint8
-    dtype = jnp.float32 if few else jnp.bfloat16 if fp8 else pages.dtype  # bfloat16 holds every fp8 record exactly
+    dtype = jnp.float32 if few else jnp.bfloat16 if fp8 else pages.dtype
     flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(dtype)
     position = starts[:, None] + jnp.tile(jnp.arange(queries), group)  # [N, g*Q]
 
