@@ -117,6 +117,7 @@ def _measure(args: argparse.Namespace, kv: str, prompts: list[Any], texts: list[
 def _logits(llm: jaxserve.LLM) -> Iterator[list[np.ndarray]]:
     """The rows of logits that the engine computes meanwhile."""
     compiled = llm._built.runner.compiled
+    compiled.finish()
     heads = {name: program for name, program in compiled.items() if name.startswith("logits ")}
     rows: list[np.ndarray] = []
 

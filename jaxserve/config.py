@@ -35,6 +35,10 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     tie_embeddings: bool
+    embed_scale: float = 1.0
+    """Embeddings are multiplied by it, rounded to their dtype."""
+    logit_softcap: float | None = None
+    """Logits become ``logit_softcap * tanh(logit / logit_softcap)``."""
     dtype: str | None = None
     """The dtype the checkpoint says it was saved in."""
 

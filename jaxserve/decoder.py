@@ -81,9 +81,10 @@ def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Ar
     return Context(rope_table(ropes(cfg), position), where, tables, spans)
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
+def embed(cfg: ModelConfig, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Token embeddings, float32 ``[T, E]``."""
-    return params["embed"][tokens].astype(jnp.float32)
+    rows = table[tokens].astype(jnp.float32)
+    return rows if cfg.embed_scale == 1.0 else rows * jnp.asarray(cfg.embed_scale, table.dtype).astype(jnp.float32)
 
 
 def layer(
@@ -96,15 +97,17 @@ def layer(
     x: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """One pre-norm block over ``x [T, E]``; writes the step's keys and values into its pages ``kv`` (see ``CacheSpec``)
-    and attends over them."""
+    """One block over ``x [T, E]``; writes the step's keys and values into its pages ``kv`` (see ``CacheSpec``) and
+    attends over them."""
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
-    attended, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
-    x = x + attended
+    out, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
+    x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
     if isinstance(spec.ffn, Moe):
-        return x + moe(spec.ffn, mesh, params, normed, real=ctx.where[0] > 0), kv
-    return x + mlp(spec.ffn, params, normed), kv
+        out = moe(spec.ffn, mesh, params, normed, real=ctx.where[0] > 0)
+    else:
+        out = mlp(spec.ffn, params, normed)
+    return x + (rms_norm(out, params["mlp_post_norm"], cfg.norm_eps) if spec.sandwich else out), kv
 
 
 def _attention(
@@ -127,9 +130,16 @@ def _attention(
     def attend(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]
         rows = q.reshape(last - first, -1, *q.shape[1:])
-        scale = cfg.head_dim**-0.5
         out = paged_attention(
-            rows, kv, ctx.tables[first:last], starts, counts, scale=scale, window=spec.window, sinks=params.get("sinks")
+            rows,
+            kv,
+            ctx.tables[first:last],
+            starts,
+            counts,
+            scale=cfg.head_dim**-0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=params["sinks"] if spec.sinks else None,
         )
         return out.reshape(q.shape)
 
@@ -147,6 +157,8 @@ def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits ``[S, V]`` in float32 of hidden rows ``x [S, E]``; vocabulary rows added by padding are masked."""
     x = rms_norm(x, params["norm"], cfg.norm_eps)
     logits = linear(x, params["head"] if "head" in params else params["embed"])
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     if logits.shape[1] == cfg.vocab_size:
         return logits
     return jnp.where(jnp.arange(logits.shape[1]) < cfg.vocab_size, logits, -jnp.inf)

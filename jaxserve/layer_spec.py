@@ -20,6 +20,10 @@ class Attention:
     o_bias: bool = False
     qk_norm: bool = False
     """Queries and keys pass an RMS norm a head."""
+    scale: float | None = None
+    """Scores are multiplied by it; 1 / sqrt(D) by default."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: bool = False
     """Every head has a learned score that takes part in the softmax and mixes in nothing."""
 
@@ -90,3 +94,5 @@ class LayerSpec:
 
     mixer: Attention
     ffn: Dense | Moe
+    sandwich: bool = False
+    """What attention and feed-forward part bring passes a norm of its own before it is added."""

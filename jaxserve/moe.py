@@ -93,8 +93,9 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def _limit_groups(router: Router, choice: jax.Array) -> jax.Array:
     """-inf for the experts of all but the best groups."""
     tokens, count = choice.shape
-    grouped = choice.reshape(tokens, router.groups, count // router.groups)
-    best, _ = lax.top_k(grouped, 1 if router.group_score == "max" else 2)
+    size = count // router.groups
+    grouped = choice.reshape(tokens, router.groups, size)
+    best, _ = lax.top_k(grouped, 1 if router.group_score == "max" else min(2, size))
     _, kept = lax.top_k(best.sum(-1), router.top_groups)
     allowed = (kept[:, :, None] == jnp.arange(router.groups)).any(1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(tokens, count)

@@ -164,10 +164,13 @@ def random(specs: Specs, dtype: str, mesh: Mesh, seed: int = 0) -> Params:
     return jax.tree.unflatten(tree, [make(i, s) for i, s in enumerate(leaves)])
 
 
-def vector(name: str, size: int) -> ParamSpec:
-    """A replicated float32 vector read as it is (norm weights)."""
-    pieces = {name: (size,)}
-    return ParamSpec((size,), (None,), pieces, lambda source, i: source.read(name)[i], dtype="float32", ones=True)
+def vector(name: str, size: int, plus: float = 0.0) -> ParamSpec:
+    """A replicated float32 vector, read with ``plus`` added (norm weights)."""
+
+    def fill(source: Source, index: Index) -> np.ndarray:
+        return source.read(name)[index].astype(np.float32) + np.float32(plus)
+
+    return ParamSpec((size,), (None,), {name: (size,)}, fill, dtype="float32", ones=True)
 
 
 def rows(name: str, shape: tuple[int, ...], padded: int, axis: str) -> ParamSpec:

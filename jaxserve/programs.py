@@ -215,7 +215,7 @@ class ProgramSet:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:
             tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
             ctx = decoder.context(self.cfg, bucket, self.page_size, tables, spans)
-            return decoder.embed({"embed": table}, jnp.concatenate([last_token[slots], tokens])), ctx
+            return decoder.embed(self.cfg, table, jnp.concatenate([last_token[slots], tokens])), ctx
 
         ints = self.array((ints_size(bucket, self.width),), jnp.int32)
         out = (self.hidden(bucket.tokens), self.context(bucket))

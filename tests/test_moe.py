@@ -16,6 +16,7 @@ from jaxserve import experts
 from jaxserve.layer_spec import Activation, Dense, Moe, Router
 from jaxserve.layers import gated
 from jaxserve.moe import moe, route
+from jaxserve.quantization import MxArray, QuantArray
 from jaxserve.sharding import make_mesh
 
 SILU = functools.partial(gated, Activation())
@@ -135,10 +136,11 @@ def test_devices_share_experts_by_width_and_by_number(parallel: tuple[int, int])
     np.testing.assert_allclose(many, one, atol=2e-5)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 64, 128, 512])
 def test_cost_follows_the_choices(tokens: int) -> None:
     """Of 64 experts, 4 a token: the compiled block's flops, times the blocks that run, stay within 1.3 of the choices'
-    own, and no more than a tile of weights and the choices' rows is ever held beside the arguments."""
+    own (in steps of hundreds of tokens, where larger blocks are quicker, within 2), and no more than a tile of weights
+    and the choices' rows is ever held beside the arguments."""
     spec = Moe(64, 256, Router("softmax", 4))
     hidden, choices = 128, tokens * 4
     rng = np.random.default_rng(tokens)
@@ -154,7 +156,7 @@ def test_cost_follows_the_choices(tokens: int) -> None:
     # The compiler counts the body of a loop once, and everything else as it is.
     overhead = compiled.cost_analysis()["flops"] - rows * row_flops / tiles
     assert overhead < 0.3 * choices * row_flops
-    assert blocks * rows <= 1.3 * choices
+    assert blocks * rows <= (1.3 if tokens <= 128 else 2) * choices
     row_bytes = (choices + rows) * hidden * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * row_bytes + 2 * experts.TILE_BYTES
 
@@ -176,3 +178,33 @@ def test_an_engine_whose_devices_hold_different_experts(family: str, programs_di
 def test_groups_of_devices_must_be_equal() -> None:
     with pytest.raises(jaxserve.ConfigError, match=r"expert_parallel \(3\) must divide tensor_parallel \(4\)"):
         jaxserve.EngineConfig(tensor_parallel=4, expert_parallel=3)
+
+
+def test_quantized_experts_equal_their_dequantized_selves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a width are cut where blocks end, whether scales belong to squares or to rows of 32."""
+    monkeypatch.setattr(experts, "TILE_BYTES", 1)
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((9, 64)), jnp.float32)
+    chosen = jnp.asarray([rng.permutation(4)[:2] for _ in range(9)], jnp.int32)
+    data = {"gate_up": (4, 2, 96, 64), "down": (4, 64, 96)}
+    fp8 = {
+        name: QuantArray(
+            jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn),
+            jnp.asarray(rng.random([size // block for size, block in zip(shape, blocks, strict=True)]), jnp.float32),
+            blocks,
+            "float32",
+        )
+        for (name, shape), blocks in zip(data.items(), ((1, 1, 24, 16), (1, 16, 24)), strict=True)
+    }
+    mx = {
+        name: MxArray(
+            jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] // 2)), jnp.uint8),
+            jnp.asarray(rng.integers(120, 126, (*shape[:-1], shape[-1] // 32)), jnp.uint8),
+        )
+        for name, shape in data.items()
+    }
+    run = jax.jit(lambda p: experts.mix(p, x, chosen, jnp.ones(chosen.shape), SILU, "tensor"))
+    for packed in (fp8, mx):
+        plain = {name: weight.dequantize() for name, weight in packed.items()}
+        wanted = run(plain)
+        np.testing.assert_allclose(run(packed), wanted, rtol=1e-4, atol=1e-3 * float(jnp.abs(wanted).max()))

@@ -21,6 +21,7 @@ FAMILIES = (
     "mixtral",
     "gpt_oss",
     "gpt_oss_mxfp4",
+    "gemma3_text",
 )
 
 LIMITS: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import Dense, Moe, Router
-from jaxserve.models.family import dense, need
+from jaxserve.models.family import activation, dense, need
 
 
 def deepseek_ffn(hf: dict[str, Any]) -> Callable[[int], Dense | Moe]:
@@ -28,6 +28,7 @@ def deepseek_ffn(hf: dict[str, Any]) -> Callable[[int], Dense | Moe]:
         top_groups=top_groups,
     )
     width, shared = int(need(hf, "moe_intermediate_size")), int(hf.get("n_shared_experts") or 0)
-    sparse = Moe(experts, width, router, shared=Dense(width * shared) if shared else None)
+    kind = activation(hf)
+    sparse = Moe(experts, width, router, kind, shared=Dense(width * shared, kind) if shared else None)
     plain, first = dense(hf), int(hf.get("first_k_dense_replace") or 0)
     return lambda layer: plain if layer < first else sparse

@@ -1,11 +1,11 @@
 """What a family file declares, and reading the fields that nearly every config.json has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.layer_spec import Attention, Dense, LayerSpec, Moe
+from jaxserve.layer_spec import Activation, Attention, Dense, LayerSpec, Moe
 from jaxserve.models.expert_weights import ExpertWeights, per_expert
 from jaxserve.rope import RopeConfig, RopeError, parse_rope
 
@@ -18,6 +18,8 @@ class Family:
     """From config.json. Raises ``ConfigError`` naming a field that is missing or not supported."""
     experts: ExpertWeights = field(default_factory=per_expert)
     """Names and layout on disk of a mixture of experts."""
+    norm_plus: float = 0.0
+    """Added to the weights of norms when they are read: 1 where the checkpoint keeps what they differ from 1."""
     unused: Callable[[ModelConfig], tuple[str, ...]] = lambda cfg: ()
     """Beginnings of the names of tensors that are let pass: parts of the model that the decoder does not run."""
 
@@ -29,9 +31,24 @@ def need(hf: dict[str, Any], name: str) -> Any:
     return hf[name]
 
 
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation(),
+    "swish": Activation(),
+    "gelu_pytorch_tanh": Activation("gelu_tanh"),
+}
+
+
+def activation(hf: dict[str, Any]) -> Activation:
+    """What the config calls ``hidden_act`` or ``hidden_activation``."""
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
 def dense(hf: dict[str, Any], *, bias: bool = False) -> Dense:
     """The feed-forward network that a config without experts describes."""
-    return Dense(int(need(hf, "intermediate_size")), bias=bias)
+    return Dense(int(need(hf, "intermediate_size")), activation(hf), bias)
 
 
 def decoder_config(
@@ -39,27 +56,29 @@ def decoder_config(
     *,
     ffn: Callable[[int], Dense | Moe] | None = None,
     window: Callable[[int], int | None] = lambda layer: None,
+    rope: Callable[[int], RopeConfig] | None = None,
+    sandwich: bool = False,
+    shared: Mapping[str, Any] | None = None,
     **traits: Any,
 ) -> ModelConfig:
-    """A config of the usual fields. ``ffn(layer)`` and ``window(layer)`` say what differs between layers, ``traits`` is
-    what their attention has in common (see ``Attention``).
+    """A config of the usual fields. ``ffn(layer)``, ``window(layer)`` and ``rope(layer)`` say what differs between
+    layers, ``traits`` what their attention has in common (see ``Attention``), ``shared`` are further fields of
+    ``ModelConfig``.
 
     Raises ``ConfigError`` naming a field that is missing or not supported.
     """
-    activation = hf.get("hidden_act", hf.get("hidden_activation", "silu"))
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {activation!r} is not supported (silu is)")
     heads = int(need(hf, "num_attention_heads"))
     kv_heads = int(hf.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
     hidden = int(need(hf, "hidden_size"))
-    head_dim = int(hf.get("head_dim") or hidden // heads)
-    rope = read_rope(hf, head_dim)
-    if ffn is None:
-        same = dense(hf)
-        ffn = lambda layer: same  # noqa: E731
-    layers = range(int(need(hf, "num_hidden_layers")))
+    head_dim = head_size(hf)
+    ffn = ffn or _same(dense(hf))
+    rope = rope or _same(read_rope(hf, head_dim))
+
+    def layer(number: int) -> LayerSpec:
+        return LayerSpec(Attention(rope(number), window(number), **traits), ffn(number), sandwich)
+
     return ModelConfig(
         model_type=hf["model_type"],
         vocab_size=int(need(hf, "vocab_size")),
@@ -67,12 +86,22 @@ def decoder_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerSpec(Attention(rope, window(i), **traits), ffn(i)) for i in layers),
+        layers=tuple(layer(number) for number in range(int(need(hf, "num_hidden_layers")))),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         max_position=int(need(hf, "max_position_embeddings")),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=hf.get("dtype") or hf.get("torch_dtype"),
+        **(shared or {}),
     )
+
+
+def _same[T](value: T) -> Callable[[int], T]:
+    return lambda layer: value
+
+
+def head_size(hf: dict[str, Any]) -> int:
+    """D."""
+    return int(hf.get("head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
 
 
 def read_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:

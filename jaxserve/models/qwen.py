@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxserve.config import ModelConfig
 from jaxserve.layer_spec import Dense, Moe, Router
-from jaxserve.models.family import Family, decoder_config, dense, need
+from jaxserve.models.family import Family, activation, decoder_config, dense, need
 
 
 def _qwen(hf: dict[str, Any], **differs: Any) -> ModelConfig:
@@ -29,7 +29,7 @@ def _qwen3_moe(hf: dict[str, Any]) -> ModelConfig:
     step, dense_layers = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     experts = int(hf.get("num_experts") or need(hf, "num_local_experts"))
     router = Router("softmax", int(need(hf, "num_experts_per_tok")), renormalize=bool(hf.get("norm_topk_prob")))
-    sparse = Moe(experts, int(need(hf, "moe_intermediate_size")), router)
+    sparse = Moe(experts, int(need(hf, "moe_intermediate_size")), router, activation(hf))
 
     def ffn(layer: int) -> Dense | Moe:
         return dense(hf) if layer in dense_layers or (layer + 1) % step else sparse

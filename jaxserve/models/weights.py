@@ -24,17 +24,18 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
     """
     vocab = pad_to_multiple(cfg.vocab_size, parallel.devices)
     table = (cfg.vocab_size, cfg.hidden_size)
+    plus = family.norm_plus
 
     def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
         prefix = f"model.layers.{number}."
-        specs = _norms(cfg, prefix) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.")
+        specs = _norms(cfg, spec, prefix, plus) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.", plus)
         if isinstance(spec.ffn, Moe):
             return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
         return specs | _dense(cfg, spec.ffn, parallel, prefix + "mlp.")
 
     specs = {
         "embed": rows("model.embed_tokens.weight", table, vocab, "vocab"),
-        "norm": vector("model.norm.weight", cfg.hidden_size),
+        "norm": vector("model.norm.weight", cfg.hidden_size, plus),
         "layers": [layer(number, spec) for number, spec in enumerate(cfg.layers)],
     }
     if not cfg.tie_embeddings or "lm_head.weight" in tensors:
@@ -42,11 +43,12 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
     return specs
 
 
-def _norms(cfg: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
-    return {
-        "attn_norm": vector(prefix + "input_layernorm.weight", cfg.hidden_size),
-        "mlp_norm": vector(prefix + "post_attention_layernorm.weight", cfg.hidden_size),
-    }
+def _norms(cfg: ModelConfig, spec: LayerSpec, prefix: str, plus: float) -> dict[str, ParamSpec]:
+    names = {"attn_norm": "input", "mlp_norm": "post_attention"}
+    if spec.sandwich:
+        names = {"attn_norm": "input", "attn_post_norm": "post_attention"}
+        names |= {"mlp_norm": "pre_feedforward", "mlp_post_norm": "post_feedforward"}
+    return {ours: vector(f"{prefix}{name}_layernorm.weight", cfg.hidden_size, plus) for ours, name in names.items()}
 
 
 def _dense(cfg: ModelConfig, spec: Dense, parallel: Parallel, prefix: str) -> dict[str, ParamSpec]:
@@ -64,7 +66,7 @@ def _dense(cfg: ModelConfig, spec: Dense, parallel: Parallel, prefix: str) -> di
     return specs
 
 
-def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: str) -> dict[str, ParamSpec]:
+def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: str, plus: float) -> dict[str, ParamSpec]:
     layout = head_layout(cfg.num_heads, cfg.num_kv_heads, parallel.devices)
     specs = {
         "qkv": _qkv(cfg, layout, prefix, "weight", (cfg.hidden_size,)),
@@ -77,8 +79,8 @@ def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: st
     if spec.sinks:
         specs["sinks"] = _sinks(cfg, layout, prefix + "sinks")
     if spec.qk_norm:
-        specs["q_norm"] = vector(prefix + "q_norm.weight", cfg.head_dim)
-        specs["k_norm"] = vector(prefix + "k_norm.weight", cfg.head_dim)
+        specs["q_norm"] = vector(prefix + "q_norm.weight", cfg.head_dim, plus)
+        specs["k_norm"] = vector(prefix + "k_norm.weight", cfg.head_dim, plus)
     return specs
 
 

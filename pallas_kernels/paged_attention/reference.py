@@ -23,6 +23,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     sinks: jax.Array | None = None,
     chunk: int = 64,
 ) -> jax.Array:
@@ -32,8 +33,8 @@ def paged_attention(
     pages; or uint8 ``[P, 2, K, G * (D + 4)]``, their fp8 records (``pallas_kernels.codecs.records``).
     tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
     first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
-    included. sinks: float32 ``[K, g]``, a score of each head that takes part in the softmax and has no value. chunk:
-    tokens of context a loop step looks at.
+    included. softcap: scores become ``softcap * tanh(score / softcap)``. sinks: float32 ``[K, g]``, a score of each
+    head that takes part in the softmax and has no value. chunk: tokens of context a loop step looks at.
     Returns float32 ``[N, Q, K, g, D]``.
     """
     rows, queries, kv_heads, group, dim = q.shape
@@ -59,6 +60,8 @@ def paged_attention(
         here = lax.dynamic_slice_in_dim(tables, i * count, count, axis=1)
         k, v = gather(here, 0), gather(here, 1)
         scores = jnp.einsum("nkqd,nkcd->nkqc", flat, k, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         key_position = i * span + jnp.arange(span)
         seen = key_position <= position[..., None]
         if window is not None:
