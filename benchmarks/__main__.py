@@ -2,9 +2,23 @@
 
 import argparse
 
-from benchmarks import compare, export, grammar, host, offline, overhead, serving, soak, startup, tiers, watermark
+from benchmarks import (
+    accuracy,
+    compare,
+    export,
+    grammar,
+    host,
+    offline,
+    overhead,
+    serving,
+    soak,
+    startup,
+    tiers,
+    watermark,
+)
 
 COMMANDS = {
+    "accuracy": accuracy,
     "offline": offline,
     "serving": serving,
     "startup": startup,

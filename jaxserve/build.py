@@ -13,7 +13,7 @@ import checkpoints
 from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
-from jaxserve.cache_spec import CacheSpec
+from jaxserve.cache_spec import FP8, CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
@@ -188,7 +188,8 @@ def size(
     buckets = Buckets.make(max_num_seqs, config.max_num_batched_tokens or (8192 if gpu else 512))
     longest = _max_model_len(config, model)
     layout = head_layout(model.num_heads, model.num_kv_heads, config.tensor_parallel)
-    cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, dtype)
+    kept = kv_dtype(config, dtype)
+    cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, kept)
     per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
     page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
     host_bytes = memory.host_budget(config, gpu=gpu)
@@ -257,6 +258,13 @@ def mark_spec(config: EngineConfig, max_model_len: int) -> MarkSpec | None:
     """How the programs mark; None where there is nothing to mark with, or it is switched off."""
     mark = config.watermark
     return None if mark is None or mark.mode == "off" else MarkSpec.of(mark, max_model_len)
+
+
+def kv_dtype(config: EngineConfig, dtype: str) -> str:
+    """What the pages are made of. Raises ``ConfigError`` where the model has nothing that a format is for."""
+    if config.kv_cache_dtype == "fp8_ds_mla":
+        raise ConfigError("kv_cache_dtype fp8_ds_mla is for latents; this model keeps keys and values of heads: fp8")
+    return FP8 if config.kv_cache_dtype == "fp8" else dtype
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -391,6 +399,7 @@ def _describe(
     report.add(
         "kv cache",
         kind=programs.cache.kind,
+        dtype="fp8 (e4m3, a scale for each token and head)" if programs.cache.dtype == FP8 else programs.cache.dtype,
         bytes_per_token=programs.cache.token_bytes,
         pages=limits.num_pages - 1,
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,

@@ -15,6 +15,7 @@ from jaxserve.layer_spec import LayerSpec
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 
 
 class ConfigError(ValueError):
@@ -57,7 +58,10 @@ class EngineConfig:
 
     model: str = _option("smollm2-135m", "A Hugging Face folder, a .gguf file, a converted folder, or smollm2-135m.")
     served_name: str | None = _option(None, "The name clients call the model by; the model argument by default.")
-    dtype: str = _option("auto", "Weights and KV cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    dtype: str = _option(
+        "auto",
+        "Weights, and KV cache where kv_cache_dtype is auto: auto (the checkpoint's), float32, bfloat16 or float16.",
+    )
     tensor_parallel: int = _option(1, "Devices to shard the weights and the KV heads over.")
     expert_parallel: int = _option(
         1, "Groups of devices that experts are divided among; a divisor of tensor_parallel. Experts are cut otherwise."
@@ -69,6 +73,9 @@ class EngineConfig:
     )
     max_queued_requests: int = _option(4096, "Most sequences that may wait; further requests are refused (503).")
     page_size: int = _option(32, "Tokens a KV page holds.")
+    kv_cache_dtype: str = _option(
+        "auto", "KV cache: auto (as dtype says), fp8 (keys and values of heads), or fp8_ds_mla (latents)."
+    )
     kv_cache_memory_bytes: int | None = _option(None, "Bytes a device gives to the KV cache; measured by default.")
     device_memory_utilization: float | None = _option(
         None, "Share of a device's memory the engine may fill; 0.9 on a GPU, 0.5 (and 1 GiB of KV) on a CPU by default."
@@ -134,6 +141,8 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_cache_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_cache_dtype!r}")
         share = self.device_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")

@@ -16,6 +16,8 @@ from jaxserve.layer_spec import Attention, LayerSpec, Moe
 from jaxserve.layers import linear, mlp, query_scale, rms_norm, rope_table, rotate
 from jaxserve.moe import moe
 from jaxserve.params import Params
+from pallas_kernels.codecs.records import page_size
+from pallas_kernels.kv_write import write_heads
 from pallas_kernels.paged_attention import paged_attention
 
 
@@ -35,7 +37,7 @@ def copy_pages(kv: list[jax.Array], pairs: jax.Array) -> list[jax.Array]:
 
 
 def spill_pages(kv: list[jax.Array], pages: jax.Array, heads: jax.Array | None) -> jax.Array:
-    """Pages int32 ``[N]`` of all layers as records ``[N, L, 2, K, G, D]``; ``heads`` picks the KV heads where some are
+    """Pages int32 ``[N]`` of all layers as records ``[N, L, 2, K, ...]``; ``heads`` picks the KV heads where some are
     padding or replicas, so that a record does not depend on the number of devices."""
 
     def rows(array: jax.Array) -> jax.Array:
@@ -43,9 +45,9 @@ def spill_pages(kv: list[jax.Array], pages: jax.Array, heads: jax.Array | None) 
             return array[pages][:, :, heads].reshape(len(pages), -1)
         return array.reshape(len(array), -1)[pages]  # a page as one row: XLA's CPU code copies long rows best
 
-    _, parts, _, size, dim = kv[0].shape
+    _, parts, _, *head = kv[0].shape
     found = jnp.stack([rows(array) for array in kv], axis=1)
-    return found.reshape(len(pages), len(kv), parts, -1, size, dim)
+    return found.reshape(len(pages), len(kv), parts, -1, *head)
 
 
 def restore_pages(
@@ -53,7 +55,7 @@ def restore_pages(
 ) -> list[jax.Array]:
     """Write records to pages int32 ``[N]`` of all layers; ``heads`` says which of a record's heads each KV head is."""
     if heads is not None:
-        records = records[:, :, :, heads]
+        records = jax.device_put(records, jax.memory.Space.Device)[:, :, :, heads]
     records = records.reshape(*records.shape[:2], -1)
 
     def write(array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -95,7 +97,7 @@ def layer(
     x: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """One block over ``x [T, E]``; writes the step's keys and values into its pages ``kv [P, 2, K, G, D]`` and
+    """One block over ``x [T, E]``; writes the step's keys and values into its pages ``kv`` (see ``CacheSpec``) and
     attends over them."""
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
     out, kv = _attention(cfg, spec.mixer, bucket, params, kv, normed, ctx)
@@ -123,7 +125,7 @@ def _attention(
     page, offset, position = ctx.where
     if spec.rope.query_scale_beta:
         q = q * query_scale(spec.rope, position)[:, None, None, None]
-    kv = kv.at[page, :, :, offset].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
+    kv = write_heads(kv, k, v, page * page_size(kv, cfg.head_dim) + offset)
 
     def attend(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]

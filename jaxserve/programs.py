@@ -188,9 +188,9 @@ class ProgramSet:
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, G, D]``."""
-        _, parts, _, size, dim = self.kv.shape
-        return (self.cfg.num_layers, parts, self.cfg.num_kv_heads, size, dim)
+        """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, ...]``."""
+        _, parts, _, *head = self.kv.shape
+        return (self.cfg.num_layers, parts, self.cfg.num_kv_heads, *head)
 
     @property
     def record_bytes(self) -> int:
@@ -203,8 +203,8 @@ class ProgramSet:
         return layout, layout == tuple(range(self.cfg.num_kv_heads))
 
     def block(self, records: int) -> Abstract:
-        """Records in pinned host memory, ``[N, L, 2, K, G, D]``."""
-        axes = (None, None, None, "kv_heads" if self._kv_source[1] else None, None, None)
+        """Records in pinned host memory, ``[N, L, 2, K, ...]``."""
+        axes = (None, None, None, "kv_heads" if self._kv_source[1] else None)
         host = sharding(self.mesh, axes).with_memory_kind("pinned_host")
         return jax.ShapeDtypeStruct((records, *self.record_shape), jnp.dtype(self.cache.dtype), sharding=host)
 

@@ -103,16 +103,24 @@ def test_index_key_pages(channels: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_head_pages(dim: int) -> None:
+    """The scale is amax / 448: the largest number of a row comes back within a rounding of it."""
     heads = awkward(np.random.default_rng(2), (7, 2, 3, 8, dim))  # [P, 2, K, G, D]
     packed = np.asarray(jax.jit(lambda x: records.pack_head_pages(*records.quantize_heads(x)))(heads))
-    data, scale = quantized(heads, dim)
+    finite = np.where(np.isfinite(heads), np.abs(heads), 0)
+    scale = np.maximum(finite.max(-1), np.float32(1e-4)) * np.float32(1 / 448)
+    tiny = np.abs(heads) < np.finfo(np.float32).tiny
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = np.clip(np.where(tiny, np.copysign(np.float32(0), heads), heads) / scale[..., None], -448, 448)
+        data = np.where(np.isnan(heads), np.uint8(0x7F), exact.astype(E4M3).view(np.uint8))
     np.testing.assert_array_equal(packed[..., : 8 * dim], data.reshape(7, 2, 3, -1))
-    np.testing.assert_array_equal(packed[..., 8 * dim :], scale[..., 0].view(np.uint32) >> 23)
-    again, exponent = records.unpack_head_pages(jnp.asarray(packed), dim)
-    values = np.asarray(records.dequantize_heads(again, exponent))
-    np.testing.assert_array_equal(values, product(data, scale))
-    exact = np.abs(values) < 1e38  # bfloat16 holds every number of the format
-    np.testing.assert_array_equal(values.astype(ml_dtypes.bfloat16).astype(np.float32)[exact], values[exact])
+    np.testing.assert_array_equal(packed[..., 8 * dim :], raw(scale))
+    assert packed.shape[-1] == 8 * records.head_bytes(dim)
+    again, scale_again = records.unpack_head_pages(jnp.asarray(packed), dim)
+    values = np.asarray(records.dequantize_heads(again, scale_again))
+    np.testing.assert_array_equal(values, product(data, scale[..., None]))
+    largest = np.take_along_axis(np.abs(values), finite.argmax(-1)[..., None], -1)[..., 0]
+    normal = (finite.max(-1) > 1e-4) & (finite.max(-1) < 1e38)
+    np.testing.assert_allclose(largest[normal], finite.max(-1)[normal], rtol=3e-7)
 
 
 def test_one_bad_number_spoils_no_other() -> None:
@@ -150,8 +158,8 @@ def test_the_error_is_within_half_a_step() -> None:
     x = np.random.default_rng(3).standard_normal((1000, 64)).astype(np.float32)
     data, scale = records.quantize_heads(x)
     error = np.abs(np.asarray(records.dequantize_heads(data, scale)) - x)
-    step = np.asarray(fp8.from_ue8m0(scale))[:, None] * 2**-10
-    assert (error <= np.maximum(np.abs(x) / 16, step)).all()
+    step = np.asarray(scale)[:, None] * 2**-10
+    assert (error <= np.maximum(np.abs(x) / 15.9, step)).all()
     assert error.max() > np.abs(x).max() / 100  # and it is not the identity
 
 

@@ -39,7 +39,7 @@ def test_heads(dtype: str, count: int) -> None:
     k, v = rng.standard_normal((2, count, K, D), np.float32)
     slots = slots_of(count, count)
     fp8 = dtype == "uint8"
-    pages = poisoned((P, 2, K, G * (D + 1)) if fp8 else (P, 2, K, G, D), jnp.dtype(dtype))
+    pages = poisoned((P, 2, K, G * (D + 4)) if fp8 else (P, 2, K, G, D), jnp.dtype(dtype))
     expected = pages.copy()
     for token, slot in enumerate(slots):
         for part, x in enumerate((k[token], v[token])) if slot >= 0 else ():
@@ -49,7 +49,8 @@ def test_heads(dtype: str, count: int) -> None:
                 continue
             data, scale = records.quantize_heads(x)
             expected[page, part, :, offset * D : (offset + 1) * D] = np.asarray(data).view(np.uint8)
-            expected[page, part, :, G * D + offset] = scale
+            start = G * D + 4 * offset
+            expected[page, part, :, start : start + 4] = np.asarray(scale)[:, None].view(np.uint8)
     same(jax.jit(write_heads)(pages, k, v, slots), expected)
 
 
@@ -95,14 +96,14 @@ def test_keys(dtype: str, channels: int) -> None:
 
 
 def test_nothing_is_written_for_no_token() -> None:
-    pages = poisoned((P, 2, K, G * (D + 1)), np.uint8)
+    pages = poisoned((P, 2, K, G * (D + 4)), np.uint8)
     new = np.ones((4, K, D), np.float32)
     same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32)), pages)
 
 
 def test_pages_are_changed_in_place() -> None:
     """Donated, no copy of the cache is made: temporaries do not grow with it."""
-    for shape, dtype in (((400, 2, K, G * (D + 1)), jnp.uint8), ((400, 2, K, G, D), jnp.bfloat16)):
+    for shape, dtype in (((400, 2, K, G * (D + 4)), jnp.uint8), ((400, 2, K, G, D), jnp.bfloat16)):
         pages = jax.ShapeDtypeStruct(shape, dtype)
         new = jax.ShapeDtypeStruct((4, K, D), jnp.float32)
         slots = jax.ShapeDtypeStruct((4,), jnp.int32)

@@ -1,8 +1,8 @@
-"""e4m3 with scales that are powers of two. Pure functions; every result is exact, so that kernels can equal it.
+"""e4m3 with scales. Pure functions; every result is exact, so that kernels can equal it.
 
-A scale is ``2^e`` with the smallest ``e >= floor`` for which the group's largest magnitude fits into e4m3
-(``amax <= 448 * 2^e``). That is ``2^ceil(log2(amax / 448))`` of the published rules, found from the bits: neither
-division nor logarithm is the same on all backends, and ``x * 2^-e`` is exact on all.
+Most scales are powers of two: ``2^e`` with the smallest ``e >= floor`` for which the group's largest magnitude fits
+into e4m3 (``amax <= 448 * 2^e``). That is ``2^ceil(log2(amax / 448))`` of the published rules, found from the bits:
+neither division by a constant nor a logarithm is the same on all backends, and ``x * 2^-e`` is exact on all.
 
 Policy for what is not finite: it does not count for ``amax``, so that it spoils no neighbour; infinities saturate to
 ``±448 * 2^e``, NaN becomes the NaN 0x7f. A float32 below the smallest normal counts as zero, and one within a rounding
@@ -34,11 +34,28 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 def quantize(x: jax.Array, floor: int) -> tuple[jax.Array, jax.Array]:
     """One scale for each row of ``x [..., n]``: e4m3 ``[..., n]`` and the scales' exponents, int32 ``[...]``."""
     x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=-1)
-    exponent = scale_exponent(amax, floor)
-    scaled = jnp.clip(x * power_of_two(-exponent)[..., None], -E4M3_MAX, E4M3_MAX)
-    bits = lax.bitcast_convert_type(scaled.astype(E4M3), jnp.uint8)
-    return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.uint8(NAN), bits), E4M3), exponent
+    exponent = scale_exponent(_largest(x), floor)
+    return _encode(x * power_of_two(-exponent)[..., None]), exponent
+
+
+def quantize_tight(x: jax.Array, least: float) -> tuple[jax.Array, jax.Array]:
+    """As ``quantize``, with the tightest scale instead of a power of two: float32 ``max(amax, least) * (1 / 448)``.
+
+    The largest number of a row comes back as it was, but for a rounding: that matters where one channel dwarfs the
+    others, as in keys. The quotients are those of IEEE division.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(_largest(x), least) * jnp.float32(1 / E4M3_MAX)
+    return _encode(x / scale[..., None]), scale
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=-1)
+
+
+def _encode(scaled: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(jnp.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(E4M3), jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(jnp.isnan(scaled), jnp.uint8(NAN), bits), E4M3)
 
 
 def quantize_groups(x: jax.Array, group: int, floor: int) -> tuple[jax.Array, jax.Array]:

@@ -1,14 +1,14 @@
 """The bytes of a token in a compressed KV cache, in jnp.
 
-- Heads (GQA), ``D + 1`` bytes for the key and for the value of each KV head. A page of a head holds its G rows of D
-  e4m3, then its G scales, UE8M0.
+- Heads (GQA), ``D + 4`` bytes for the key and for the value of each KV head. A page of a head holds its G rows of D
+  e4m3, then its G float32 scales.
 - Latent (MLA; published as ``fp8_ds_mla``), 656 bytes for 512 + 64 channels. A token is R e4m3, a float32 scale for
   each 128 of them, then the rope channels in bfloat16.
 - Index key (DSA), 132 bytes for 128 channels. A page holds its G rows of e4m3, then its G rows of float32 scales, one
   for each 128 channels.
 
-Latent and index pages are the published layouts, so that pages can be exchanged as they are. All scales are powers of
-two (see ``fp8``). Multi-byte fields are little-endian.
+Latent and index pages are the published layouts, so that pages can be exchanged as they are. Their scales are powers
+of two; those of heads are not (see ``fp8``). Multi-byte fields are little-endian.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,9 @@ GROUP = 128
 LATENT_FLOOR = -13
 """The smallest scale's exponent: scale = max(amax / 448, 1e-4), rounded up to a power of two."""
 KEY_FLOOR = -22
-"""Of heads and index keys: scale = max(amax, 1e-4) / 448, rounded up to a power of two."""
+"""Of index keys: scale = max(amax, 1e-4) / 448, rounded up to a power of two."""
+HEAD_LEAST = 1e-4
+"""Of heads: scale = max(amax, 1e-4) / 448."""
 
 
 class Latent(NamedTuple):
@@ -122,30 +124,34 @@ def unpack_key_pages(raw: jax.Array, channels: int) -> tuple[jax.Array, jax.Arra
 
 def head_bytes(channels: int) -> int:
     """Bytes the key, or the value, of a KV head takes for a token."""
-    return channels + 1
+    return channels + 4
+
+
+def page_size(pages: jax.Array, channels: int) -> int:
+    """G of pages ``[P, 2, K, G, D]`` of floats, or uint8 ``[P, 2, K, G * (D + 4)]``."""
+    return pages.shape[3] // head_bytes(channels) if pages.dtype == jnp.uint8 else pages.shape[3]
 
 
 def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``x [..., D]`` as e4m3 ``[..., D]`` and UE8M0 scales, uint8 ``[...]``: one for each token and head.
+    """``x [..., D]`` as e4m3 ``[..., D]`` and float32 scales ``[...]``: one for each token and head.
 
     A scale belongs to one token, so that what a page holds does not depend on which tokens were written together.
     """
-    data, exponent = fp8.quantize(x, KEY_FLOOR)
-    return data, fp8.to_ue8m0(exponent)
+    return fp8.quantize_tight(x, HEAD_LEAST)
 
 
 def dequantize_heads(data: jax.Array, scale: jax.Array) -> jax.Array:
-    """float32 ``[..., D]``; exact in bfloat16 too, which holds every e4m3 number times a power of two."""
-    return data.astype(jnp.float32) * fp8.from_ue8m0(scale)[..., None]
+    """float32 ``[..., D]``."""
+    return data.astype(jnp.float32) * scale[..., None]
 
 
 def pack_head_pages(data: jax.Array, scale: jax.Array) -> jax.Array:
-    """Pages of ``data [..., G, D]`` and ``scale [..., G]`` as uint8 ``[..., G * (D + 1)]``."""
-    return jnp.concatenate([_bytes(data).reshape(*data.shape[:-2], -1), scale], axis=-1)
+    """Pages of ``data [..., G, D]`` and ``scale [..., G]`` as uint8 ``[..., G * (D + 4)]``."""
+    return jnp.concatenate([_bytes(data).reshape(*data.shape[:-2], -1), _bytes(scale)], axis=-1)
 
 
 def unpack_head_pages(raw: jax.Array, channels: int) -> tuple[jax.Array, jax.Array]:
     """The inverse of ``pack_head_pages``."""
     size = raw.shape[-1] // head_bytes(channels)
     data, scale = raw[..., : size * channels], raw[..., size * channels :]
-    return _view(data, fp8.E4M3).reshape(*raw.shape[:-1], size, channels), scale
+    return _view(data, fp8.E4M3).reshape(*raw.shape[:-1], size, channels), _view(scale, jnp.float32)

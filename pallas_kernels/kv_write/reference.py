@@ -8,17 +8,16 @@ from pallas_kernels.codecs import records
 
 
 def write_heads(pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
-    """Keys and values ``[T, K, D]`` into pages ``[P, 2, K, G, D]`` of floats, or uint8 ``[P, 2, K, G * (D + 1)]``."""
+    """Keys and values ``[T, K, D]`` into pages ``[P, 2, K, G, D]`` of floats, or uint8 ``[P, 2, K, G * (D + 4)]``."""
     rows = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
-    if pages.dtype != jnp.uint8:
-        page, offset = _place(pages, slots, pages.shape[3])
-        return pages.at[page, :, :, offset].set(rows.astype(pages.dtype), mode="drop")
     dim = k.shape[-1]
-    size = pages.shape[-1] // records.head_bytes(dim)
+    size = records.page_size(pages, dim)
     page, offset = _place(pages, slots, size)
+    if pages.dtype != jnp.uint8:
+        return pages.at[page, :, :, offset].set(rows.astype(pages.dtype), mode="drop")
     data, scale = records.quantize_heads(rows)
     pages = _put(pages, page, offset * dim, lax.bitcast_convert_type(data, jnp.uint8))
-    return _put(pages, page, size * dim + offset, scale[..., None])
+    return _put(pages, page, size * dim + offset * 4, lax.bitcast_convert_type(scale, jnp.uint8))
 
 
 def write_latent(pages: jax.Array, latent: jax.Array, rope: jax.Array, slots: jax.Array) -> jax.Array:

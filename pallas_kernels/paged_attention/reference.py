@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.codecs import records
+
 MASKED = -1e30
 """A score no query sees; finite, so that a row that sees nothing stays finite too."""
 
@@ -27,7 +29,8 @@ def paged_attention(
 ) -> jax.Array:
     """Each of N rows is a block of Q consecutive queries of one sequence, attending to all its keys so far.
 
-    q: ``[N, Q, K, g, D]``, g query heads a KV head. pages: ``[P, 2, K, G, D]``, keys and values of P pages.
+    q: ``[N, Q, K, g, D]``, g query heads a KV head. pages: ``[P, 2, K, G, D]``, keys and values of P
+    pages; or uint8 ``[P, 2, K, G * (D + 4)]``, their fp8 records (``pallas_kernels.codecs.records``).
     tables: int32 ``[N, W]``, the pages of the row's sequence in order. starts, counts: int32 ``[N]``, position of the
     first query, and how many of the Q are real (the rest give finite rubbish). window: tokens a query sees, itself
     included. softcap: scores become ``softcap * tanh(score / softcap)``. sinks: float32 ``[K, g]``, a score of each
@@ -35,18 +38,22 @@ def paged_attention(
     Returns float32 ``[N, Q, K, g, D]``.
     """
     rows, queries, kv_heads, group, dim = q.shape
-    page_size = pages.shape[3]
+    page_size = records.page_size(pages, dim)
     count = max(1, min(chunk // page_size, tables.shape[1]))
     span = count * page_size
     if tables.shape[1] % count:
         tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
     few = group * queries < 16  # XLA's CPU backend is quicker in float32 there, conversion included
-    dtype = jnp.float32 if few else pages.dtype
+    fp8 = pages.dtype == jnp.uint8
+    dtype = jnp.float32 if few else jnp.bfloat16 if fp8 else pages.dtype
     flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(dtype)
     position = starts[:, None] + jnp.tile(jnp.arange(queries), group)  # [N, g*Q]
 
     def gather(here: jax.Array, part: int) -> jax.Array:
-        return pages[here, part].swapaxes(1, 2).reshape(rows, kv_heads, span, dim).astype(dtype)
+        found = pages[here, part]  # [N, count, K, G, D]
+        if fp8:
+            found = records.dequantize_heads(*records.unpack_head_pages(found, dim))
+        return found.astype(dtype).swapaxes(1, 2).reshape(rows, kv_heads, span, dim)
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         peak, total, out = carry
