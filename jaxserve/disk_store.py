@@ -30,7 +30,8 @@ class DiskError(OSError):
 def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int) -> RecordStore:
     """Records of one ``identity`` under ``folder``, for this process alone. Raises ``DiskError``.
 
-    ``budget_bytes`` is for all subfolders: those that nobody uses go when there is no room.
+    ``budget_bytes`` is for all subfolders: those that nobody uses go when there is no room. Where the disk has less, so
+    has the store, which is said.
     """
     records = capacity(budget_bytes, record_bytes)
     mine = folder / f"kv-{identity[:32]}"
@@ -39,7 +40,11 @@ def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int
         mine, index = _lock(mine)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, index)
-            _make_room(folder, mine, budget_bytes, records * (record_bytes + STRIDE))
+            have = _make_room(folder, mine, budget_bytes, records * (record_bytes + STRIDE))
+            if (fit := min(records, capacity(have, record_bytes))) < max(records, 1):
+                text = "%s has room for %d KV pages (%.1f MiB each), %d were asked for: it keeps no more than that"
+                log.warning(text, folder, fit, record_bytes / 2**20, records)
+                records = fit
             file = _open(mine / "records")
             undo.callback(os.close, file)
             store = RecordStore(
@@ -92,11 +97,16 @@ def _try(mine: Path) -> int | None:
     return None
 
 
-def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> None:
+def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> int:
     """Remove other subfolders that nobody uses, the longest unused first, until ``wanted`` bytes are left.
 
-    Raises ``DiskError`` where the file system has not got them.
+    Returns the bytes that the file system has for ``mine``, with what it holds already. Raises ``DiskError`` where it
+    could not have them if it were empty.
     """
+    whole = shutil.disk_usage(folder)
+    if wanted > whole.total:
+        size, asked = whole.total / 2**30, wanted / 2**30
+        raise DiskError(f"{folder} has room for {size:.3g} GiB in all, {asked:.3g} were asked for KV pages")
     others = []
     for other in folder.iterdir():
         ours = re.fullmatch(r"kv-[0-9a-f]{32}(\.\d)?", other.name)
@@ -110,11 +120,7 @@ def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> None:
         if _remove(other):
             log.warning("removing %s, KV pages that no engine uses, for want of room: %d bytes", other, used)
             left += used
-    have = shutil.disk_usage(folder).free + sum(file.stat().st_blocks * 512 for file in mine.iterdir())
-    if have < wanted:
-        raise DiskError(
-            f"{folder} has room for {have / 2**30:.1f} GiB of KV pages, {wanted / 2**30:.1f} were asked for"
-        )
+    return shutil.disk_usage(folder).free + sum(file.stat().st_blocks * 512 for file in mine.iterdir())
 
 
 def _remove(folder: Path) -> bool:

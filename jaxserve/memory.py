@@ -1,6 +1,7 @@
 """How large the KV cache may be: measured memory, less what the weights and a step's temporaries take."""
 
 import ctypes
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,10 +98,14 @@ def staging(pool_bytes: int, longest_bytes: int) -> int:
 
 
 def disk_budget(config: EngineConfig) -> int:
-    """Bytes on disk for KV pages."""
+    """Bytes on disk for KV pages: unless told otherwise, at most half of the file system."""
     if config.disk_kv_path is None:
         return 0
-    return int((DISK_KV_GIB if config.disk_kv_gib is None else config.disk_kv_gib) * 2**30)
+    if config.disk_kv_gib is not None:
+        return int(config.disk_kv_gib * 2**30)
+    folder = Path(config.disk_kv_path).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return min(DISK_KV_GIB << 30, shutil.disk_usage(there).total // 2)
 
 
 def kv_budget(config: EngineConfig, memory: Memory, *, gpu: bool, weights: int, temporaries: int) -> int:

@@ -1,6 +1,7 @@
 """What outlives the process: what was written comes back, after any death of it, and nothing else does."""
 
 import os
+import shutil
 import stat
 import threading
 
@@ -211,6 +212,18 @@ def test_models_share_nothing_and_the_one_that_has_gone_makes_room(tmp_path, cap
 def test_a_budget_beyond_the_file_system_is_refused(tmp_path):
     with pytest.raises(DiskError, match="has room for"):
         opened(tmp_path, records=1 << 50)
+
+
+def test_a_disk_that_has_filled_up_keeps_what_is_there_and_says_so(tmp_path, monkeypatch, caplog):
+    """A cache is no reason not to start."""
+    written(tmp_path, 1, 2)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    store = opened(tmp_path, records=1000)
+    assert found(store) == [1, 2]
+    assert 2 <= store.capacity < 1000
+    assert "were asked for" in caplog.text
+    store.close()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
