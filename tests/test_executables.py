@@ -131,7 +131,7 @@ def test_all_that_runs_while_a_program_is_traced_is_among_the_sources(tmp_path: 
     ours = {path for path in ran if path.is_relative_to(root / "jaxserve") or path.is_relative_to(root / "serve")}
     ours |= {path for path in ran if path.is_relative_to(root / "pallas_kernels")}
     assert root / "jaxserve" / "decoder.py" in ours
-    assert ours <= set(program_key.sources())
+    assert ours - {root / "jaxserve" / "llm.py"} <= set(program_key.sources()), "llm.py listens for compilations"
 
 
 def test_the_sources_follow_every_import() -> None:

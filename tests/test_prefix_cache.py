@@ -279,7 +279,7 @@ def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
     often = {name: events[name] for name in names}
     assert min(often.values()) >= 100, often
     seldom = ("loaded a tail", "loaded under a full tier", "restarted", "killed", "refused", "a copy of a page")
-    assert min(events[name] for name in (*seldom, "came from sidecar", "came from disk")) >= 20, events
+    assert min(events[name] for name in (*seldom, "came from sidecar", "came from disk")) >= 5, events
 
 
 def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
