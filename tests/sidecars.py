@@ -89,7 +89,7 @@ def thread(folder: Path, **options: Any) -> Iterator[Owner]:
         finally:
             owner.stop()
             server.join()
-            os.close(lock)
+            place.unlock(lock)
 
 
 def connect(folder: Path) -> Sidecar:

@@ -302,7 +302,7 @@ def test_replies_may_be_cut_and_descriptors_come_beside_them():
         theirs.sendall(b"\0\0")
         with pytest.raises(SidecarError, match=r"no answer in 0.1 s") as error:
             wire.call(ours, {"op": "hello"}, 0.1)
-        assert error.value.code == "gone"
+        assert error.value.code == "silent"
     ours, theirs = socket.socketpair()
     with ours:
         theirs.sendall(frame(b'{"ok":true}')[:6])

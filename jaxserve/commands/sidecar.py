@@ -3,10 +3,12 @@
 import argparse
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.common import MODEL_HELP, UsageError
@@ -15,7 +17,7 @@ from jaxserve.options import Parser, add_options, given
 from jaxserve.progress import Progress
 from jaxserve.report import human_bytes
 from jaxserve.sidecar.errors import SidecarError
-from jaxserve.sidecar.place import Place, groups
+from jaxserve.sidecar.place import Place, default_folder, groups
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     status = _action(actions, "status", _status, "what the sidecars hold, and who uses it")
     status.add_argument("--json", action="store_true", help="a JSON object for each, a line each")
     status.add_argument("--wait", type=float, metavar="SECONDS", help="until every model is loaded, at most so long")
-    _action(actions, "stop", _stop, "end a sidecar; engines keep what they have mapped")
+    stop = _action(actions, "stop", _stop, "end a sidecar; engines keep what they have mapped")
+    stop.add_argument("--kill", action="store_true", help="though it does not answer: kill the process")
     evict = _action(actions, "evict", _evict, "have a sidecar let go of a model or a KV pool")
     evict.add_argument("name", metavar="NAME", help="as in status")
     evict.add_argument("--force", action="store_true", help="though a process uses it: that one keeps the memory")
@@ -59,6 +62,7 @@ def _action(actions: Any, name: str, command: Callable[[argparse.Namespace], int
 
 
 def _start(parsed: argparse.Namespace) -> int:
+    _seconds("--timeout", parsed.timeout)
     options = given(parsed, EngineConfig)
     config = EngineConfig.from_options("models", options)
     from jaxserve.sidecar.holdings import Wish
@@ -78,6 +82,11 @@ def _start(parsed: argparse.Namespace) -> int:
             print(f"sidecar {group}: process {sidecar.pid}, {'started' if started else 'was running'}", flush=True)
             ids = [sidecar.load(w.path, w.dtype, w.tensor_parallel, w.role)["id"] for w in wishes]
             return _await(sidecar, ids, parsed.timeout, place)
+
+
+def _seconds(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{option} must be seconds, 0 or more, got {value:g}")
 
 
 def _resolve(model: str, options: dict[str, Any]) -> tuple[str, str]:
@@ -146,27 +155,40 @@ def _await(sidecar: Any, ids: list[str], seconds: float, place: Place) -> int:
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
-def _running(parsed: argparse.Namespace) -> Iterator[tuple[Place, Any]]:
-    """Every sidecar that answers, or the one that was named; those that have died are passed over."""
+def _running(parsed: argparse.Namespace, absent: list[SidecarError]) -> Iterator[tuple[Place, Any]]:
+    """Every sidecar that answers, or the one that was named; what is the matter with the others goes to ``absent``."""
     from jaxserve.sidecar.client import Sidecar
 
     for group in [parsed.group] if parsed.group else groups(parsed.sidecar_dir):
         with Place(parsed.sidecar_dir, group) as place:
+            if not (parsed.group or place.visible() or place.holder()):
+                continue  # it has ended
             try:
                 sidecar = Sidecar(place, f"jaxserve sidecar {parsed.command.__name__.strip('_')}")
             except SidecarError as error:
-                if error.code != "gone" or parsed.group:
+                if error.code not in ("gone", "silent"):
                     raise
+                absent.append(error)
                 continue
             with sidecar:
                 yield place, sidecar
 
 
+def _none(parsed: argparse.Namespace, absent: list[SidecarError]) -> SidecarError:
+    """Why there is no sidecar to talk to."""
+    if absent:
+        return SidecarError("; ".join(map(str, absent)), absent[0].code)
+    folder = default_folder() if parsed.sidecar_dir is None else Path(parsed.sidecar_dir).expanduser().absolute()
+    missing = "" if folder.exists() else ", which does not exist"
+    return SidecarError(f"no sidecar runs in {folder}{missing}; --sidecar-dir says where to look", "gone")
+
+
 def _one(parsed: argparse.Namespace, stack: ExitStack) -> tuple[Place, Any]:
     """The only sidecar that runs, or the named one, until ``stack`` ends. Raises ``SidecarError`` or UsageError."""
-    names = [place.group for place, _ in _running(parsed)]
+    absent: list[SidecarError] = []
+    names = [place.group for place, _ in _running(parsed, absent)]
     if not names:
-        raise SidecarError("no sidecar runs here", "gone")
+        raise _none(parsed, absent)
     if len(names) > 1:
         raise UsageError(f"--group: say which of {', '.join(names)}")
     from jaxserve.sidecar.client import Sidecar
@@ -177,22 +199,24 @@ def _one(parsed: argparse.Namespace, stack: ExitStack) -> tuple[Place, Any]:
 
 def _status(parsed: argparse.Namespace) -> int:
     if parsed.wait is not None:
+        _seconds("--wait", parsed.wait)
         deadline = time.monotonic() + parsed.wait
         while True:
-            found = [model for _, sidecar in _running(parsed) for model in sidecar.status()["models"]]
+            found = [model for _, sidecar in _running(parsed, []) for model in sidecar.status()["models"]]
             if found and all(model["state"] != "loading" for model in found):
                 break
             if time.monotonic() > deadline:
                 raise SidecarError(f"not ready after {parsed.wait:g} s", "loading")
             time.sleep(0.1)
     ready, count = True, 0
-    for _, sidecar in _running(parsed):
+    absent: list[SidecarError] = []
+    for _, sidecar in _running(parsed, absent):
         status = sidecar.status()
         count += 1
         ready = ready and all(model["state"] != "failed" for model in status["models"])
         print(json.dumps(status) if parsed.json else _shown(status))
-    if not count:
-        raise SidecarError("no sidecar runs here", "gone")
+    if not count or any(error.code == "silent" for error in absent):
+        raise _none(parsed, absent)
     return 0 if ready else 1
 
 
@@ -233,19 +257,44 @@ def _ago(seconds: float) -> str:
 
 
 def _stop(parsed: argparse.Namespace) -> int:
+    if parsed.kill:
+        return _kill(parsed)
     with ExitStack() as stack:
         place, sidecar = _one(parsed, stack)
         users = {c["pid"] for model in sidecar.status()["models"] for c in model["clients"]}
         sidecar.stop()
-        deadline = time.monotonic() + 10
-        while (lock := place.lock()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if lock is None:
-            raise SidecarError(f"process {sidecar.pid} has not ended after 10 s")
-        os.close(lock)
+        _ended(place, sidecar.pid)
         kept = f"; {len(users)} engines keep what they have mapped" if users else ""
         print(f"sidecar {place.group}: process {sidecar.pid} has ended{kept}")
     return 0
+
+
+def _kill(parsed: argparse.Namespace) -> int:
+    """End the only owner that lives, or the named one, without asking it."""
+    living = []
+    for group in [parsed.group] if parsed.group else groups(parsed.sidecar_dir):
+        with Place(parsed.sidecar_dir, group) as place:
+            living += [group] if place.holder() else []
+    if not living:
+        raise _none(parsed, [])
+    if len(living) > 1:
+        raise UsageError(f"--group: say which of {', '.join(living)}")
+    with Place(parsed.sidecar_dir, living[0]) as place:
+        pid = place.kill()
+        _ended(place, pid)
+        print(f"sidecar {place.group}: process {pid} was killed")
+    return 0
+
+
+def _ended(place: Place, pid: int) -> None:
+    """Wait until an owner has let go of its lock, and take a socket away that it has left."""
+    deadline = time.monotonic() + 10
+    while (lock := place.lock()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if lock is None:
+        raise SidecarError(f"process {pid} has not ended after 10 s")
+    place.forget()
+    place.unlock(lock)
 
 
 def _evict(parsed: argparse.Namespace) -> int:

@@ -11,15 +11,18 @@ from typing import Any, Self
 from jaxserve.sidecar import wire
 from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.layout import Layout
-from jaxserve.sidecar.place import Place
+from jaxserve.sidecar.place import Place, silent
 
 ANSWER_SECONDS = 30.0
+HELLO_SECONDS = 5.0
+"""What the first answer may take: an owner that hangs is not worth a longer wait."""
 
 
 class Sidecar:
     """A connection to an owner; a context manager. Every method may be called from any thread.
 
-    Raises ``SidecarError`` everywhere: ``gone`` where nobody answers, else what the owner says.
+    Raises ``SidecarError`` everywhere: ``gone`` where nobody is there, ``silent`` where an owner does not answer,
+    else what the owner says.
     """
 
     def __init__(self, place: Place, what: str):
@@ -29,7 +32,14 @@ class Sidecar:
         self.socket_path = place.socket_path
         self._socket = place.connect()
         try:
-            self.about = self._hello()
+            self.about = self._hello(HELLO_SECONDS)
+        except SidecarError as error:
+            pid, _ = wire.peer(self._socket)
+            self._socket.close()
+            if error.code == "silent":
+                text = f"{silent(pid or None)} in {HELLO_SECONDS:g} s; `jaxserve sidecar stop --kill` ends it"
+                raise SidecarError(text, "silent") from None
+            raise
         except BaseException:
             self._socket.close()
             raise
@@ -41,7 +51,7 @@ class Sidecar:
             try:
                 return wire.call(self._socket, {"op": op, **fields}, seconds)
             except SidecarError as error:
-                if error.code == "gone":  # half a conversation cannot be gone on with
+                if error.code in ("gone", "silent"):  # half a conversation cannot be gone on with
                     with contextlib.suppress(OSError):
                         self._socket.shutdown(socket.SHUT_RDWR)
                 raise
@@ -52,8 +62,8 @@ class Sidecar:
             os.close(fd)
         return reply
 
-    def _hello(self) -> wire.Message:
-        about = self._ask("hello", protocol=wire.PROTOCOL, what=self._what)
+    def _hello(self, seconds: float = ANSWER_SECONDS) -> wire.Message:
+        about = self._ask("hello", seconds, protocol=wire.PROTOCOL, what=self._what)
         if about.get("protocol") != wire.PROTOCOL or not isinstance(about.get("models"), list):
             raise SidecarError(f"the sidecar speaks another protocol than {wire.PROTOCOL}", "unsupported")
         return about

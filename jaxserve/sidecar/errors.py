@@ -7,7 +7,8 @@ class SidecarError(ValueError):
     """The sidecar cannot give what was asked of it; the message says why.
 
     ``code`` is the owner's word for it: ``loading``, ``unknown``, ``busy``, ``memory``, ``invalid``, ``failed``,
-    ``refused`` (wrong user or folder); or the client's: ``gone`` (nobody answers), ``mismatch``, ``unsupported``.
+    ``refused`` (wrong user or folder); or the client's: ``gone`` (nobody is there), ``silent`` (an owner
+    lives and does not answer), ``mismatch``, ``unsupported``.
     ``facts`` came along.
     """
 

@@ -34,6 +34,8 @@ WRITE_SECONDS = 10.0
 """How long a client may leave a reply unread."""
 MAX_UNREAD = 1 << 20
 """Bytes of replies a client may leave unread before its requests wait."""
+SOCKET_SECONDS = 2.0
+"""How often it looks whether its socket is still there."""
 AT_ONCE = 32
 """Requests of one client that are answered before others have their turn."""
 MAX_TEXT = 4096
@@ -69,6 +71,9 @@ class Owner:
         self.bad_frames = 0
         self.stopping = False
         self._connections: set[Connection] = set()
+        self._locks: list[int] = []
+        """Those taken after the first one's file was removed."""
+        self._cut_off = False
         self._behind: set[Connection] = set()
         """Those with requests that others went before."""
         self._selector = selectors.DefaultSelector()
@@ -88,8 +93,8 @@ class Owner:
 
     def serve(self) -> None:
         """Answer until stopped. The caller holds the place's lock."""
-        with self.place.listen() as listener:
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
+        try:
             self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
             log.info("the sidecar of group %s runs as process %d", self.place.group, os.getpid())
             while not self.stopping or self._last_words():
@@ -106,18 +111,49 @@ class Owner:
                     self._behind.discard(connection)
                     self._work(connection)
                 self._expire()
-            self.place.forget()
+                self._look()
+            if self.place.holder() in (None, os.getpid()):
+                self.place.forget()
+        finally:
+            self._listener.close()
         for connection in list(self._connections):
             self._close(connection)
         self._selector.close()
-        os.close(self._wake_in)
-        os.close(self._wake_out)
+        for fd in (self._wake_in, self._wake_out, *self._locks):
+            os.close(fd)
         log.info("the sidecar of group %s has ended", self.place.group)
 
     def stop(self, *_: object) -> None:
         """May be called by a signal or another thread."""
         self.stopping = True
         self._wake()
+
+    def _listen(self) -> None:
+        self._listener = self.place.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._looked = time.monotonic()
+
+    def _look(self) -> None:
+        """Make the socket again where somebody has cleaned it away, and the lock likewise."""
+        if self.stopping or time.monotonic() - self._looked < SOCKET_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if self.place.visible() or self._cut_off:
+            return
+        try:
+            if self.place.holder() is None and (lock := self.place.lock()) is not None:
+                self._locks.append(lock)
+            if self.place.holder() != os.getpid():
+                raise OSError("another sidecar has taken its place")
+            before = self._listener
+            self._listen()
+        except OSError as error:
+            self._cut_off = True
+            log.warning("the socket %s is gone and cannot be made again: %s", self.place.socket_path, error)
+            return
+        self._selector.unregister(before)
+        before.close()
+        log.warning("the socket %s was gone; it is there again", self.place.socket_path)
 
     def _last_words(self) -> bool:
         return any(c.replies and time.monotonic() - c.moved < 1.0 for c in self._connections)

@@ -80,7 +80,8 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 def call(sock: socket.socket, message: Message, seconds: float) -> tuple[Message, list[int]]:
     """Send a request and wait for its reply and the descriptors beside it (the caller's to close).
 
-    Raises ``SidecarError``: what the owner answered, or ``gone`` where it has not answered whole within ``seconds``.
+    Raises ``SidecarError``: what the owner answered, ``silent`` where it has not answered whole within ``seconds``, or
+    ``gone``.
     """
     deadline = time.monotonic() + seconds
     descriptors: list[int] = []
@@ -103,8 +104,9 @@ def call(sock: socket.socket, message: Message, seconds: float) -> tuple[Message
         for fd in descriptors:
             os.close(fd)
         if isinstance(error, OSError):
-            what = f"gave no answer in {seconds:g} s" if isinstance(error, TimeoutError) else f"is gone: {error}"
-            raise SidecarError(f"the sidecar {what}", "gone") from None
+            if isinstance(error, TimeoutError):
+                raise SidecarError(f"the sidecar gave no answer in {seconds:g} s", "silent") from None
+            raise SidecarError(f"the sidecar is gone: {error}", "gone") from None
         raise
     return reply, descriptors
 
