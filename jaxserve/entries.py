@@ -42,18 +42,46 @@ class Entry:
     """When it was last used, seconds since the epoch."""
     facts: dict[str, str]
     """Empty where the file cannot be read or is of another format."""
+    strange: str = ""
+    """What it is, where it is no file."""
 
 
 def prepare(folder: Path) -> None:
     """Make the folder, or make sure that it is ours. Raises ``FolderError``, or OSError where it cannot be made."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise FolderError(f"{folder} holds code that will be run, and is a link: give the folder itself")
+        raise FolderError(f"{folder} holds code that will be run, and {_kind(found.st_mode)}: give the folder itself")
     if found.st_uid != os.geteuid():
         raise FolderError(f"{folder} holds code that will be run, and belongs to user {found.st_uid}, not to us")
     if stat.S_IMODE(found.st_mode) != 0o700:
-        folder.chmod(0o700)
+        try:
+            folder.chmod(0o700)
+        except OSError as error:
+            if found.st_mode & 0o022:
+                raise FolderError(
+                    f"{folder} may be written by others, which cannot be ended: {error.strerror}"
+                ) from None
+
+
+def _kind(mode: int) -> str:
+    """What something is by its mode, for people."""
+    kinds = {
+        stat.S_IFREG: "is a file",
+        stat.S_IFDIR: "is a folder",
+        stat.S_IFLNK: "is a link",
+        stat.S_IFIFO: "is a pipe",
+    }
+    return {**kinds, stat.S_IFSOCK: "is a socket"}.get(stat.S_IFMT(mode), "is a device")
+
+
+def remove(path: Path) -> None:
+    """Remove whatever is there, but no folder with something in it. Raises OSError where that cannot be done."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        path.rmdir()
 
 
 def encode(facts: dict[str, str], code: bytes) -> bytes:
@@ -85,16 +113,19 @@ def whole(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        raise EntryError(_kind(mode))
+    try:  # should it become a pipe just now, nothing waits for its other end
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise EntryError("is a link" if path.is_symlink() else str(error.strerror)) from None
+        raise EntryError(str(error.strerror)) from None
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise EntryError("is no file")
+            raise EntryError(_kind(found.st_mode))
         if found.st_uid != os.geteuid():
             raise EntryError(f"belongs to user {found.st_uid}, not to us")
         if found.st_mode & 0o022:
@@ -124,7 +155,7 @@ def _head(data: bytes | memoryview) -> tuple[int, bytes, int]:
 
 
 def scan(folder: Path, name: str = "") -> list[Entry]:
-    """The entries whose file names begin with ``name``, without their code; drafts are left out."""
+    """What is in the folder under names that begin with ``name``, without the code; drafts are left out."""
     found = []
     try:
         listed = [item for item in os.scandir(folder) if item.name.startswith(name)]
@@ -136,8 +167,9 @@ def scan(folder: Path, name: str = "") -> list[Entry]:
             about = item.stat(follow_symlinks=False)
         except OSError:
             continue  # gone in the meantime
-        if not item.name.endswith(_DRAFT) and not stat.S_ISDIR(about.st_mode):
-            found.append(Entry(path, about.st_size, about.st_mtime, facts(path)))
+        if not item.name.endswith(_DRAFT):
+            strange = "" if stat.S_ISREG(about.st_mode) else _kind(about.st_mode)
+            found.append(Entry(path, about.st_size, about.st_mtime, facts(path), strange))
     return found
 
 
@@ -163,12 +195,16 @@ def touch(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def making(path: Path, wait: float) -> Iterator["Draft | None"]:
+def making(path: Path, wait: float) -> Iterator["Draft | Refused | None"]:
     """Hold the right to make an entry; None where another process holds it, after ``wait`` seconds.
 
-    Where the file system knows no locks, everybody may.
+    Where the file system knows no locks, everybody may; where nothing can be written, writing says why.
     """
-    draft = _lock(Path(f"{path}{_DRAFT}"), path, time.monotonic() + wait)
+    draft: Draft | Refused | None
+    try:
+        draft = _lock(Path(f"{path}{_DRAFT}"), path, time.monotonic() + wait)
+    except OSError as error:
+        draft = Refused(error)
     try:
         yield draft
     finally:
@@ -178,13 +214,11 @@ def making(path: Path, wait: float) -> Iterator["Draft | None"]:
 
 def _lock(place: Path, path: Path, until: float) -> "Draft | None":
     while True:
-        try:
-            fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:
-            if place.is_symlink():
-                place.unlink(missing_ok=True)
-                continue
-            raise
+        with contextlib.suppress(FileNotFoundError):
+            found = place.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                remove(place)
+        fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -202,9 +236,19 @@ def _lock(place: Path, path: Path, until: float) -> "Draft | None":
             if os.fstat(fd).st_ino == place.lstat().st_ino and os.fstat(fd).st_uid == os.geteuid():
                 return Draft(fd, place, path)
         os.close(fd)  # it was renamed or removed by the one who had it before
-        with contextlib.suppress(OSError):
-            if place.lstat().st_uid != os.geteuid():
-                place.unlink()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An entry that may be made and cannot be written."""
+
+    error: OSError
+
+    def write(self, data: bytes) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        pass
 
 
 class Draft:
@@ -214,7 +258,7 @@ class Draft:
         self.fd, self.place, self.path = fd, place, path
 
     def write(self, data: bytes) -> None:
-        """Put the entry in its place, whole or not at all."""
+        """Put the entry in its place, whole or not at all. Raises OSError."""
         os.ftruncate(self.fd, 0)
         view = memoryview(data)
         while view:
@@ -226,7 +270,8 @@ class Draft:
     def close(self) -> None:
         """Remove what was not finished, and let others try."""
         if self.place != self.path:
-            self.place.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.place.unlink()
         os.close(self.fd)
 
 

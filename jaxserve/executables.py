@@ -2,7 +2,7 @@
 
 ``program_key`` says what an entry's key covers, ``entries`` how it lies on disk. A damaged or foreign entry is
 discarded with one line saying why, and rebuilt. Several processes may share a folder: what one compiles the others wait
-for.
+for. A program that cannot be stored is used all the same.
 """
 
 import functools
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class Tally:
     """Compiled programs by the reason that none was found."""
     kinds: Counter[str] = field(default_factory=Counter)
     """The same by ``program_key.REASONS``."""
+    not_stored: Counter[str] = field(default_factory=Counter)
+    """Of the compiled, by why they could not be written."""
     evicted: int = 0
     seconds: float = 0.0
     """Summed over threads."""
@@ -73,6 +75,8 @@ class Tally:
         shown: dict[str, Any] = {"loaded": self.loaded, "compiled": self.compiled, "discarded": list(self.discarded)}
         if self.missed:
             shown["why_compiled"] = [f"{count} x {text}" for text, count in self.missed.most_common(8)]
+        if self.not_stored:
+            shown["not_stored"] = [f"{count} x {text}" for text, count in self.not_stored.most_common(8)]
         if self.waiting:
             shown["still_to_load"] = self.waiting
         if self.untuned:
@@ -130,10 +134,13 @@ class ExecutableStore:
 
     def __init__(self, folder: Path, devices: Iterable[Any], most: int = 4 << 30, *, ahead: bool = False):
         self.folder = folder / "executables"
+        self._no_folder = ""
         try:
             entries.prepare(self.folder)
         except entries.FolderError as error:
             raise ConfigError(f"cache_dir: {error}") from None
+        except OSError as error:
+            self._no_folder = error.strerror or str(error)
         self.devices = list(devices)
         self.most, self.ahead = most, ahead
         self.environment = program_key.environment(self.devices)
@@ -231,20 +238,34 @@ class ExecutableStore:
             self.tally.seconds += time.perf_counter() - begun
         return compiled
 
-    def _make(self, job: _Job, draft: entries.Draft | None) -> Compiled:
+    def _make(self, job: _Job, draft: entries.Draft | entries.Refused | None) -> Compiled:
         kind, why = self._reason(job)
         compiled = self._compile(job.program)
         facts = {**job.facts, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         data = entries.encode(facts, pickle.dumps(serialize_executable.serialize(compiled)))
-        if draft is not None:
-            draft.write(data)
+        trouble = self._write(draft, data)
         with self._lock:
-            self.used.add(job.path)
+            if trouble is None:
+                self.used.add(job.path)
+                self.tally.bytes += len(data)
+            else:
+                if trouble not in self.tally.not_stored:
+                    log.warning("programs are used, and cannot be stored in %s: %s", self.folder, trouble)
+                self.tally.not_stored[trouble] += 1
             self.tally.compiled += 1
-            self.tally.bytes += len(data)
             self.tally.missed[why] += 1
             self.tally.kinds[kind] += 1
         return compiled
+
+    def _write(self, draft: entries.Draft | entries.Refused | None, data: bytes) -> str | None:
+        """Store an entry; what is in the way of it otherwise."""
+        if draft is None:
+            return "another process has been at it for too long"
+        try:
+            draft.write(data)
+        except OSError as error:
+            return self._no_folder or error.strerror or str(error)
+        return None
 
     def _compile(self, program: Program) -> Any:
         jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out_shardings)
@@ -306,7 +327,8 @@ class ExecutableStore:
         log.warning("discarding a stored executable, %s", reason)
         with self._lock:
             self.tally.discarded.append(reason)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # then it cannot be replaced either, which is said
+            entries.remove(path)
 
     def _reason(self, job: _Job) -> tuple[str, str]:
         """Why the program was not found."""
@@ -315,13 +337,13 @@ class ExecutableStore:
                 return "damaged", program_key.REASONS["damaged"]
             if self._files is None:
                 self._files = {}
-                for name in os.listdir(self.folder):
+                for name in os.listdir(self.folder) if self.folder.is_dir() else ():
                     self._files.setdefault(name.rpartition("-")[0], []).append(self.folder / name)
         others = (entries.facts(path) for path in self._files.get(_file_name(job.program.name), ()))
         return program_key.reason(job.facts, [facts for facts in others if facts])
 
     def _trim(self, needed: Iterable[Path]) -> None:
-        gone = entries.evict(self.folder, self.most, self.used.union(needed))
+        gone = entries.evict(self.folder, self.most, self.used.union(needed)) if self.folder.is_dir() else []
         self.tally.evicted += len(gone)
         if gone:
             log.info("removed %d stored executables that were used longest ago, to keep to the bound", len(gone))

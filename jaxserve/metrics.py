@@ -223,7 +223,7 @@ class EngineMetrics(Collector):
         self._store_waits = counter("kv_store_wait_seconds", "Seconds that requests waited for KV pages from a store.")
         self._backups = counter("kv_backup_pages", "Pages copied to the stores while they were on the device.")
         self._backlog = gauge("kv_backup_pending_pages", "Pages on the device that are still to be copied.")
-        outcomes = ("loaded", "compiled", "discarded", "evicted")
+        outcomes = ("loaded", "compiled", "discarded", "evicted", "not_stored")
         self._executables = counter("executables", "Programs by what became of them.", "outcome", outcomes)
         self._missed = counter("executables_missed", "Programs that were compiled, by why none was stored.", "reason")
         self._tally: Any = None
@@ -275,8 +275,9 @@ class EngineMetrics(Collector):
         """The families, as the registry asks for them."""
         with self._lock:
             if (tally := self._tally) is not None:
-                counts = (tally.loaded, tally.compiled, len(tally.discarded), tally.evicted)
-                self._executables.values |= zip(("loaded", "compiled", "discarded", "evicted"), counts, strict=True)
+                counts = {"loaded": tally.loaded, "compiled": tally.compiled, "discarded": len(tally.discarded)}
+                self._executables.values |= counts
+                self._executables.values |= {"evicted": tally.evicted, "not_stored": tally.not_stored.total()}
                 self._missed.values |= tally.kinds
             families = [item.family(self._prefix, self._model_name) for item in self._all]
         yield from families

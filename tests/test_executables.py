@@ -1,8 +1,10 @@
 """Stored programs: built once, loaded ever after, never a wrong or a damaged one."""
 
 import dataclasses
+import errno
 import gc
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -217,6 +219,64 @@ def test_an_entry_that_others_may_write_is_not_run(tmp_path: Path, caplog) -> No
     made.build(program())
     assert outcome(made) == (0, 1, 1)
     assert "may be written by others" in caplog.text
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["os.ftruncate", "os.replace", "entries._lock", "entries.prepare"])
+def test_a_full_disk_costs_the_next_start_and_not_this_one(where: str, tmp_path: Path, monkeypatch, caplog) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"os": (os, where[3:]), "entries": (entries, where[8:])}[where.partition(".")[0]], full)
+        made = store(tmp_path)
+        built = made.build_all([program(), program("triple", 3.0)])
+    assert np.asarray(built["double"](np.ones(4, np.float32))).tolist() == [2.0] * 4
+    assert outcome(made) == (0, 2, 0)
+    assert made.tally.report()["not_stored"] == ["2 x No space left on device"]
+    assert (made.tally.bytes, made.used) == (0, set())
+    assert caplog.text.count("cannot be stored in") == 1
+    assert f"{tmp_path / 'executables'}: No space left on device" in caplog.text
+    assert not any((tmp_path / "executables").glob("*")), "no drafts are left"
+    again = store(tmp_path)
+    again.build(program())
+    assert (again.tally.compiled, again.tally.not_stored) == (1, {})
+
+
+def listen(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+STRANGE = {"pipe": os.mkfifo, "socket": listen, "folder": Path.mkdir}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", ["", ".new"])
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_is_no_file_is_replaced(what: str, suffix: str, tmp_path: Path, monkeypatch, caplog) -> None:
+    """And nothing waits for the other end of a pipe."""
+    made = store(tmp_path)
+    path = made.path(program())
+    monkeypatch.chdir(path.parent)
+    STRANGE[what](Path(f"{path}{suffix}"))
+    assert [entry.strange for entry in entries.scan(path.parent)] == ([] if suffix else [f"is a {what}"])
+    made.build_all([program()], first=set())
+    assert outcome(made) == (0, 1, 0 if suffix else 1)
+    assert suffix or f"is a {what}" in caplog.text
+    assert made.tally.not_stored == {}
+    assert files(tmp_path) == [path]
+    assert entries.whole(path)
+
+
+def test_a_folder_with_something_in_the_place_of_an_entry_is_left(tmp_path: Path, caplog) -> None:
+    made = store(tmp_path)
+    (made.path(program()) / "mine").mkdir(parents=True)
+    built = made.build(program())
+    assert np.asarray(built(np.ones(4, np.float32))).tolist() == [2.0] * 4
+    assert made.tally.report()["not_stored"] == ["1 x Is a directory"]
+    assert "is a folder" in caplog.text
+    assert (made.path(program()) / "mine").is_dir()
 
 
 def slow(seconds: float, name: str = "slow") -> Program:

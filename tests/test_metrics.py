@@ -294,8 +294,9 @@ def test_stored_programs_are_counted_as_they_are_when_asked_for():
     metrics = EngineMetrics()
     metrics.follow_executables(tally)
     tally.loaded += 4
+    tally.not_stored["No space left on device"] += 2
     found = samples(metrics)
     outcomes = {labels[0][1]: value for (name, labels), value in found.items() if name == "jaxserve:executables_total"}
-    assert outcomes == {"loaded": 7, "compiled": 2, "discarded": 1, "evicted": 0}
+    assert outcomes == {"loaded": 7, "compiled": 2, "discarded": 1, "evicted": 0, "not_stored": 2}
     reasons = {labels[0][1]: v for (name, labels), v in found.items() if name == "jaxserve:executables_missed_total"}
     assert reasons == {"sources": 1, "new": 1}

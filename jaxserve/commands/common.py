@@ -28,7 +28,8 @@ def check_engine(parsed: argparse.Namespace) -> EngineConfig:
         if not os.access(config.cache_path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise UsageError(f"--cache-dir {config.cache_path}: {error.strerror}") from None
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # programs are used without being stored, which is said
+            raise UsageError(f"--cache-dir {config.cache_path}: {error.strerror}") from None
     return config
 
 
