@@ -179,6 +179,8 @@ class EngineConfig:
             raise ConfigError(f"{name} needs load_format sidecar or sidecar auto")
         if self.uses_sidecar and self.expert_parallel != 1:
             raise ConfigError("expert_parallel needs weights from the checkpoint: a sidecar cuts every expert by width")
+        if self.cache_dir is not None and not str(self.cache_dir).strip():
+            raise ConfigError(f"cache_dir must name a folder, got {self.cache_dir!r}")
         wait = self.sidecar_timeout
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86_400:
             raise ConfigError(f"sidecar_timeout must be seconds in (0, 86400], got {wait!r}")

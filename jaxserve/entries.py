@@ -275,6 +275,28 @@ class Draft:
         os.close(self.fd)
 
 
+def remove_drafts(folder: Path) -> list[Entry]:
+    """Remove the drafts that nobody is at; without locks, those that are a day old."""
+    gone = []
+    for place in folder.glob(f"*{_DRAFT}"):
+        with contextlib.suppress(OSError, EntryError):
+            about = place.lstat()
+            if stat.S_ISREG(about.st_mode):
+                with _opened(place) as fd:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        if about.st_mtime > time.time() - OLD_DRAFT_SECONDS:
+                            continue
+                    remove(place)
+            else:
+                remove(place)
+            gone.append(Entry(place, about.st_size, about.st_mtime, {}))
+    return gone
+
+
 def evict(folder: Path, most: int, keep: Iterable[Path]) -> list[Path]:
     """Remove the entries that were used longest ago until the rest takes at most ``most`` bytes; none of ``keep``."""
     sizes = []

@@ -171,18 +171,22 @@ class ExecutableStore:
         names = {job.program.name for job in later}
         now, busy, out = [job for job in jobs if job.program.name not in names], [], Programs()
         with ThreadPoolExecutor(workers or os.cpu_count() or 1, "compile") as pool:
-            for wait in (0.0, WAIT_SECONDS):
-                for job, compiled in zip(
-                    now, pool.map(lambda job, wait=wait: self._build(job, wait), now), strict=True
-                ):
-                    if compiled is None and not wait:
-                        busy.append(job)
-                        continue
-                    assert compiled is not None
-                    out[job.program.name] = compiled
-                    if progress:
-                        progress(len(out), len(jobs) - len(later))
-                now, busy = busy, []
+            try:
+                for wait in (0.0, WAIT_SECONDS):
+                    for job, compiled in zip(
+                        now, pool.map(lambda job, wait=wait: self._build(job, wait), now), strict=True
+                    ):
+                        if compiled is None and not wait:
+                            busy.append(job)
+                            continue
+                        assert compiled is not None
+                        out[job.program.name] = compiled
+                        if progress:
+                            progress(len(out), len(jobs) - len(later))
+                    now, busy = busy, []
+            except BaseException:  # Ctrl-C as well: no more is begun
+                pool.shutdown(cancel_futures=True)
+                raise
         self.tally.waiting = len(later)
         out.later = {job.program.name: functools.partial(self._late, job) for job in later}
         self._trim([path for job in jobs for path in (job.path, *job.others)])

@@ -5,6 +5,7 @@ Also what else can be done with the store: list what is in it, remove what canno
 
 import dataclasses
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,17 @@ from jaxserve.models.weights import param_specs
 from jaxserve.programs import ProgramSet
 from jaxserve.report import Report
 
+log = logging.getLogger(__name__)
+
 Declared = tuple[ModelConfig, params.Specs, str]
+
+
+ANY_HOST_KV_GIB = 2.0**-20
+"""Some room: the programs that move KV pages to the host's memory are the same however much there is."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A warm-up that was ended by a signal; the message says how far it came."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,10 @@ def warm(
 ) -> Summary:
     """Have every program of this configuration in the store, for the devices here or for a ``target``.
 
-    Raises ``ConfigError`` or ``checkpoints.CheckpointError``.
+    Those that move KV pages to the host's memory are among them unless ``host_kv_gib`` is 0: a sidecar or
+    ``disk_kv_path`` needs them also where there is no such memory by default.
+
+    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or, for ``KeyboardInterrupt``, ``Interrupted``.
     """
     begun = time.perf_counter()
     notes = []
@@ -73,14 +87,26 @@ def warm(
             config, host_kv_gib=0.0, disk_kv_path=None, disk_kv_gib=None, kv_checksums=False, load_format="auto"
         )
         notes.append("nothing was tuned on the device; the first start there says how many programs came from here")
+    elif config.host_kv_gib is None and config.prefix_caching:
+        config = dataclasses.replace(config, host_kv_gib=ANY_HOST_KV_GIB)
     mesh = build.mesh_of(config) if described is None else targets.mesh_of(described, config)
     store = ExecutableStore(
         config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30), ahead=described is not None
     )
     programs = plan(config, mesh, store, described)
     wanted = [*programs.programs(), programs.zeros()]
-    store.build_all(wanted, progress=progress)
-    return Summary(len(store.used), store.tally, time.perf_counter() - begun, store.folder, tuple(notes))
+    try:
+        store.build_all(wanted, progress=progress)
+    except KeyboardInterrupt:
+        stored = sum(store.has(program) for program in wanted)
+        raise Interrupted(f"{stored} of {len(wanted)} programs are stored in {store.folder}") from None
+    return Summary(
+        len(store.used) + store.tally.not_stored.total(),
+        store.tally,
+        time.perf_counter() - begun,
+        store.folder,
+        tuple(notes),
+    )
 
 
 def plan(config: EngineConfig, mesh: Mesh, store: ExecutableStore, target: targets.Target | None = None) -> ProgramSet:
@@ -121,6 +147,8 @@ def _converted(path: Path) -> bool:
 
 def stale(entry: Entry) -> str | None:
     """Why this installation can never load an entry, on any device; None where it may."""
+    if entry.strange:
+        return entry.strange
     if not entry.facts:
         return program_key.REASONS["format"]
     here = program_key.installed()
@@ -131,14 +159,30 @@ def stale(entry: Entry) -> str | None:
 
 
 def prune(folder: Path, most: int | None = None) -> list[Entry]:
-    """Remove stale entries, then those used longest ago until the rest takes at most ``most`` bytes."""
+    """Remove stale and damaged entries, what is no entry, and the drafts of processes that died; then those used
+    longest ago until the rest takes at most ``most`` bytes. What cannot be removed is in the log."""
     found = {entry.path: entry for entry in entries.scan(folder)}
-    gone = [entry for entry in found.values() if stale(entry) is not None]
-    for entry in gone:
-        entry.path.unlink(missing_ok=True)
+    gone = entries.remove_drafts(folder)
+    for entry in found.values():
+        if stale(entry) is None and not _damaged(entry):
+            continue
+        try:
+            entries.remove(entry.path)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", entry.path, error.strerror)
+        else:
+            gone.append(entry)
     if most is not None and folder.is_dir():
         gone += [found[path] for path in entries.evict(folder, most, ()) if path in found]
     return gone
+
+
+def _damaged(entry: Entry) -> bool:
+    try:
+        entries.read(entry.path)
+    except entries.EntryError:
+        return True
+    return False
 
 
 def verify(folder: Path) -> Iterator[tuple[Entry, str | None]]:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -14,7 +18,7 @@ from tiny import FIXTURES, LIMITS
 from jaxserve import build, entries, memory, targets, warmup
 from jaxserve.cli import main
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.executables import ExecutableStore
+from jaxserve.executables import ExecutableStore, Tally
 from jaxserve.sharding import make_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,12 +81,21 @@ def test_flags_that_matter_recompile_and_are_named(filled: Path, tmp_path: Path,
     assert not any(stored(filled).values())
 
 
-def stored(cache: Path) -> dict[str, bool]:
+def stored(cache: Path, **options) -> dict[str, bool]:
     """For each program of the configuration whether this process would find it in the store."""
-    config = EngineConfig(model=str(MODEL), **OPTIONS)
+    config = EngineConfig(model=str(MODEL), **OPTIONS, **options)
     store = ExecutableStore(cache, jax.devices()[:1])
     programs = warmup.plan(config, make_mesh(1), store)
     return {program.name: store.has(program) for program in [*programs.programs(), programs.zeros()]}
+
+
+def test_a_warm_up_is_for_starts_with_and_without_a_sidecar(filled: Path, tmp_path: Path) -> None:
+    ways = ({}, {"host_kv_gib": 0.0}, {"load_format": "sidecar"}, {"disk_kv_path": str(tmp_path)}, {"sidecar": "auto"})
+    found = [stored(filled, **options) for options in ways]
+    assert all(all(one.values()) for one in found)
+    plain, without, *kept = map(len, found)
+    assert plain == without
+    assert {count - plain for count in kept} == {10}, "those that move KV pages to the host's memory and back"
 
 
 def test_a_changed_source_line_recompiles(filled: Path, tmp_path: Path) -> None:
@@ -119,7 +132,7 @@ def test_a_second_warm_up_finds_everything(filled: Path, capsys) -> None:
     assert "MiB in" in said
 
 
-def test_the_store_is_listed_verified_and_pruned(filled: Path, tmp_path: Path, capsys) -> None:
+def test_the_store_is_listed_verified_and_pruned(filled: Path, tmp_path: Path, capsys, caplog) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(filled, cache)
     where = ["--cache-dir", str(cache)]
@@ -146,11 +159,32 @@ def test_the_store_is_listed_verified_and_pruned(filled: Path, tmp_path: Path, c
     old.write_bytes(entries.encode({**facts, "jax": "0.0.1"}, bytes(code)))
     assert set(say("--verify")["bad"]) == {damaged.name, torn.name}
     assert main(["warmup", "--verify", *where]) == 1
-    assert "2 cannot be used" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 cannot be used" in said
+    assert "--prune removes" in said
     stale = {entry["file"]: entry["stale"] for entry in say("--list")["entries"] if entry["stale"]}
     assert stale == {old.name: f"jax 0.0.1 -> {jax.__version__}", torn.name: "kept in another format"}
-    assert set(say("--prune")["removed"]) == {old.name, torn.name}
-    assert len(list(folder.iterdir())) == len(listed) - 2
+    draft, held = folder / "double-1.new", folder / "double-2.new"
+    draft.write_bytes(b"half an entry")
+    (folder / "notes.txt").write_text("not ours")
+    (folder / "empty").mkdir()
+    (folder / "mine" / "things").mkdir(parents=True)
+    os.mkfifo(folder / "pipe")
+    others = {"notes.txt": "kept in another format", "pipe": "is a pipe", "empty": "is a folder", "mine": "is a folder"}
+    stale = {entry["file"]: entry["stale"] for entry in say("--list")["entries"] if entry["stale"]}
+    assert others.items() <= stale.items()
+    bad = say("--verify")["bad"]
+    assert set(bad) == {damaged.name, torn.name, *others}
+    assert bad["pipe"] == "is a pipe"
+    with entries.making(folder / "double-2", 0.0):
+        gone = {old.name, torn.name, damaged.name, draft.name, "notes.txt", "pipe", "empty"}
+        assert set(say("--prune")["removed"]) == gone
+        assert held.exists(), "somebody is at it"
+    assert "mine cannot be removed: Directory not empty" in caplog.text
+    shutil.rmtree(folder / "mine")
+    assert main(["warmup", "--verify", *where]) == 0
+    assert "all are whole" in capsys.readouterr().out
+    assert len(list(folder.iterdir())) == len(listed) - 3
     assert say("--prune-to", "0")["bytes"] > 0
     assert list(folder.iterdir()) == []
     assert say("--list")["entries"] == []
@@ -164,6 +198,7 @@ def test_the_store_is_listed_verified_and_pruned(filled: Path, tmp_path: Path, c
         (["--prune-to", "-1"], "--prune-to must"),
         (["--page-size", "0"], "--page-size must"),
         (["--cache-gib", "-1"], "--cache-gib must"),
+        (["--list"], "leave out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -174,6 +209,51 @@ def test_bad_wishes_are_one_line(arguments, named, capsys, monkeypatch, tmp_path
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert named in error
+
+
+@pytest.mark.parametrize("what", [["--list"], ["--verify"], ["--prune"], ["--prune-to", "1"]])
+def test_a_mistyped_folder_is_not_made(what: list[str], tmp_path: Path, capsys) -> None:
+    assert main(["warmup", *what, "--cache-dir", str(tmp_path / "mistyped")]) == 1
+    assert f"--cache-dir {tmp_path}/mistyped: there is no such folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", [[], ["--list"]])
+def test_a_folder_without_a_name_is_refused(what: list[str], capsys) -> None:
+    assert main(["warmup", *what, "--cache-dir", ""]) == 2
+    assert "--cache-dir must name a folder, got ''" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_what_could_not_be_stored_fails_the_warm_up(more: list[str], tmp_path: Path, capsys, monkeypatch) -> None:
+    tally = Tally(compiled=5, not_stored=Counter({"No space left on device": 3}))
+    monkeypatch.setattr(warmup, "warm", lambda *_: warmup.Summary(5, tally, 1.0, tmp_path, ()))
+    assert main(["warmup", str(MODEL), "--cache-dir", str(tmp_path), *more]) == 1
+    said = capsys.readouterr()
+    if more:
+        assert json.loads(said.out)["not_stored"] == ["3 x No space left on device"]
+    else:
+        assert f"3 programs could not be stored in {tmp_path}: No space left on device" in said.err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_without_a_terminal_it_says_how_far_it_is_and_came(number: int, status: int, tmp_path: Path) -> None:
+    code = "import sys; from jaxserve.cli import main; from jaxserve.commands import warmup\n"
+    code += "warmup.LINE_SECONDS = 0.2; sys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", code, "warmup", str(MODEL), *FLAGS, "--cache-dir", str(tmp_path)]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        until = time.monotonic() + 120
+        while not any((tmp_path / "executables").glob("*-*[0-9a-f]")) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        running.send_signal(number)
+        out, said = running.communicate(timeout=120)
+    assert (running.returncode, out) == (status, "")
+    last = re.fullmatch(r"jaxserve: stopped: (\d+) of (\d+) programs are stored in .*", said.splitlines()[-1])
+    assert last is not None, said
+    kept = [path for path in (tmp_path / "executables").iterdir() if entries.whole(path)]
+    assert 0 < int(last[1]) == len(kept) < int(last[2])
+    assert re.search(rf"^\d+ of {last[2]} programs$", said, re.MULTILINE)
 
 
 def test_a_machine_without_the_gpus_compiler_says_what_it_lacks(monkeypatch) -> None:
