@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import checkpoints
 import jaxserve
 from jaxserve import memory, models
@@ -137,3 +139,13 @@ def link(
             yield made, wanted, mesh
         finally:
             made.close()
+
+
+def damage(model: Path) -> None:
+    """Other weights of the same shapes, in the same file, with the same times as far as one can set them."""
+    path = model / "model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(np.float32(3.5).tobytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

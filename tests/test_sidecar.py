@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from sidecars import connect, end, kill, link, load, owners, process, thread, until
+from sidecars import connect, damage, end, kill, link, load, owners, process, thread, until
 from tiny import FAMILIES, FIXTURES, roomy, write_model
 
 import jaxserve
@@ -36,16 +36,6 @@ def folder(tmp_path_factory):
 def rss_anon() -> int:
     text = Path("/proc/self/status").read_text()
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
-
-
-def damage(model: Path) -> None:
-    """Other weights of the same shapes, in the same file, with the same times as far as one can set them."""
-    path = model / "model.safetensors"
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(np.float32(3.5).tobytes())
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -439,6 +429,7 @@ def test_the_command_line(tmp_path, capsys):
         status, out, _ = run("status", "--json")
         assert [(m["name"], m["role"]) for m in json.loads(out)["models"]] == [("llama3", "target"), ("qwen3", "draft")]
         assert run("verify", "llama3")[:2] == (0, "llama3: as it was loaded\n")
+        assert run("verify", os.path.relpath(FIXTURES / "llama3"))[0] == 0
         assert run("evict", "nothing")[0] == 1
         assert "given back" in run("evict", "qwen3")[1]
         assert run("start", "no-such-model")[0] == 1

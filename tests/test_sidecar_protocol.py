@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -120,11 +121,34 @@ def test_pieces_and_many_at_once_are_put_together(raw):
 
 def test_there_are_only_so_many_connections(folder, monkeypatch):
     monkeypatch.setattr(owner, "MAX_CONNECTIONS", 3)
-    with connect(folder), connect(folder), connect(folder):
+    monkeypatch.setattr(owner, "SPARE_CONNECTIONS", 1)
+    with connect(folder), connect(folder), connect(folder) as third, connect(folder) as spare:
+        # a few are kept, and not for work
+        assert len(spare.status()["connections"]) == 4
+        for work in (
+            lambda: spare.attach("m1"),
+            lambda: spare.load("/x", "auto", 1),
+            lambda: spare.pool("x", 1, 1),
+        ):
+            with pytest.raises(SidecarError, match="too many connections"):
+                work()
         with pytest.raises(SidecarError, match="too many connections") as error:
             connect(folder)
         assert error.value.code == "busy"
+        third.close()
+        until(lambda: len(spare.status()["connections"]) == 3)
+        with pytest.raises(SidecarError, match="no such model"):  # it has become one like others
+            spare.attach("m0")
     until(lambda: connect_and_close(folder))
+
+
+def test_a_spare_connection_is_not_kept(folder, monkeypatch):
+    monkeypatch.setattr(owner, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(owner, "HELLO_SECONDS", 0.2)
+    with connect(folder) as spare:
+        gone = threading.Event()
+        spare.watch(gone.set)
+        assert gone.wait(10)
 
 
 def connect_and_close(folder) -> bool:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     stop = _action(actions, "stop", _stop, "end a sidecar; engines keep what they have mapped")
     stop.add_argument("--kill", action="store_true", help="though it does not answer: kill the process")
     evict = _action(actions, "evict", _evict, "have a sidecar let go of a model or a KV pool")
-    evict.add_argument("name", metavar="NAME", help="as in status")
+    evict.add_argument("name", metavar="NAME", help="as in status, or the model's path")
     evict.add_argument("--force", action="store_true", help="though a process uses it: that one keeps the memory")
     verify = _action(actions, "verify", _verify, "hash a model's memory again, and compare")
-    verify.add_argument("name", metavar="NAME", help="as in status")
+    verify.add_argument("name", metavar="NAME", help="as in status, or the model's path")
 
 
 def _action(actions: Any, name: str, command: Callable[[argparse.Namespace], int], text: str) -> Any:
@@ -65,10 +65,10 @@ def _start(parsed: argparse.Namespace) -> int:
     _seconds("--timeout", parsed.timeout)
     options = given(parsed, EngineConfig)
     config = EngineConfig.from_options("models", options)
-    from jaxserve.sidecar.holdings import Wish
+    from jaxserve.sidecar.holdings import Wish, asked_name
 
     named = [(model, "target") for model in parsed.models] + [(model, "draft") for model in parsed.draft]
-    wishes = [Wish(*_resolve(model, options), config.tensor_parallel, role) for model, role in named]
+    wishes = [Wish(*_resolve(model, options), config.tensor_parallel, role, asked_name(model)) for model, role in named]
     group, uuids = _devices(parsed, config.tensor_parallel)
     with Place(parsed.sidecar_dir, group, create=True) as place:
         if parsed.foreground:
@@ -80,8 +80,9 @@ def _start(parsed: argparse.Namespace) -> int:
         sidecar, started = connect_or_start(place, uuids, "jaxserve sidecar start")
         with sidecar:
             print(f"sidecar {group}: process {sidecar.pid}, {'started' if started else 'was running'}", flush=True)
-            ids = [sidecar.load(w.path, w.dtype, w.tensor_parallel, w.role)["id"] for w in wishes]
-            return _await(sidecar, ids, parsed.timeout, place)
+            ids = [sidecar.load(w.path, w.dtype, w.tensor_parallel, w.role, w.name)["id"] for w in wishes]
+            paths = dict(zip(ids, (w.path for w in wishes), strict=True))
+            return _await(sidecar, paths, parsed.timeout, place)
 
 
 def _seconds(option: str, value: float) -> None:
@@ -126,11 +127,11 @@ def _devices(parsed: argparse.Namespace, count: int) -> tuple[str, list[str]]:
     return gpu_group(uuids), uuids
 
 
-def _await(sidecar: Any, ids: list[str], seconds: float, place: Place) -> int:
-    """Wait for models, with a bar for each; 1 where one fails."""
+def _await(sidecar: Any, paths: dict[str, str], seconds: float, place: Place) -> int:
+    """Wait for models (paths by id), with a bar for each; 1 where one fails."""
     deadline = time.monotonic() + seconds
     with Progress() as progress:
-        bars = {model_id: progress.bar(model_id, "bytes") for model_id in ids}
+        bars = {model_id: progress.bar(os.path.basename(path), "bytes") for model_id, path in paths.items()}
         while True:
             offers = {offer["id"]: offer for offer in sidecar.offers() if offer["id"] in bars}
             for model_id, offer in offers.items():
@@ -142,11 +143,11 @@ def _await(sidecar: Any, ids: list[str], seconds: float, place: Place) -> int:
             time.sleep(0.05)
     status = 0
     held = {model["id"]: model for model in sidecar.status()["models"]}
-    for model_id in ids:
+    for model_id, path in paths.items():
         model = held.get(model_id)
         if model is None or model["state"] != "ready":
             status = 1
-            print(f"{model_id}: {'evicted' if model is None else model['error']}")
+            print(f"{path}: {'evicted' if model is None else model['error']}")
         else:
             print(f"{model['name']}: {human_bytes(model['bytes'])} in {model['seconds']:.2f} s")
     return status
@@ -232,6 +233,8 @@ def _shown(status: dict[str, Any]) -> str:
             state += f" {model['done']}/{model['total']} bytes"
         elif state == "failed":
             state += f": {model['error']}"
+        elif model["outdated"]:
+            state += ", out of date"
         about = f"{model['role']}, {model['dtype']}, tensor_parallel {model['tensor_parallel']}"
         lines.append(f"  {model['name']} ({about}): {state}, {human_bytes(model['bytes'])}, from {model['path']}")
         lines += [f"    used by {_client(client, now)}" for client in model["clients"]]
@@ -300,13 +303,25 @@ def _ended(place: Place, pid: int) -> None:
 def _evict(parsed: argparse.Namespace) -> int:
     with ExitStack() as stack:
         _, sidecar = _one(parsed, stack)
-        print(f"{parsed.name}: {human_bytes(sidecar.evict(parsed.name, force=parsed.force))} given back")
+        print(f"{parsed.name}: {human_bytes(sidecar.evict(_held(parsed), force=parsed.force))} given back")
     return 0
+
+
+def _held(parsed: argparse.Namespace) -> str:
+    """What the owner knows a model by: paths, wherever they are given from, are absolute there."""
+    name: str = parsed.name
+    if os.sep not in name:
+        return name
+    import checkpoints
+
+    with suppress(checkpoints.CheckpointError):  # what is no longer there may be held all the same
+        name = str(checkpoints.resolve_model(name))
+    return os.path.abspath(os.path.expanduser(name))
 
 
 def _verify(parsed: argparse.Namespace) -> int:
     with ExitStack() as stack:
         _, sidecar = _one(parsed, stack)
-        damaged = sidecar.verify(parsed.name)
+        damaged = sidecar.verify(_held(parsed))
     print(f"{parsed.name}: damaged: {', '.join(damaged)}" if damaged else f"{parsed.name}: as it was loaded")
     return 1 if damaged else 0

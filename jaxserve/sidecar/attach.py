@@ -20,6 +20,7 @@ from jaxserve.sidecar import files, key
 from jaxserve.sidecar.client import Sidecar
 from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.groups import CPU, group_of
+from jaxserve.sidecar.holdings import asked_name
 from jaxserve.sidecar.layout import Layout, compare, plan
 from jaxserve.sidecar.place import Place
 
@@ -89,6 +90,8 @@ class Link:
     def __init__(self, config: EngineConfig, wanted: Wanted, mesh: Mesh, report: Report):
         self._config, self._wanted, self._mesh, self._report = config, wanted, mesh, report
         self._auto = config.sidecar == "auto"
+        # A draft's path is not the config's model
+        self._name = asked_name(config.model) if wanted.key["role"] == "target" else ""
         self.sidecar: Sidecar | None = None
         self._params: Params | None = None
         self._refused = False
@@ -207,7 +210,8 @@ class Link:
                 for text in (_mismatch(o, refused[o["id"]]) for o in offers if o["path"] == self._wanted.path):
                     log.warning("%s; the sidecar loads it again", text)
                 about = self._wanted.key
-                asked = sidecar.load(self._wanted.path, about["dtype"], about["tensor_parallel"], about["role"])["id"]
+                wish = self._wanted.path, about["dtype"], about["tensor_parallel"], about["role"]
+                asked = sidecar.load(*wish, self._name)["id"]
             else:
                 raise self._nothing(offers, refused)
 

@@ -79,9 +79,9 @@ class Sidecar:
     def status(self) -> dict[str, Any]:
         return self._ask("status")
 
-    def load(self, path: str, dtype: str, tensor_parallel: int, role: str = "target") -> dict[str, Any]:
+    def load(self, path: str, dtype: str, tensor_parallel: int, role: str = "target", name: str = "") -> dict[str, Any]:
         """Have the owner load a checkpoint, unless it has it; returns at once: id, name, state, done, total."""
-        return self._ask("load", path=path, dtype=dtype, tensor_parallel=tensor_parallel, role=role)
+        return self._ask("load", path=path, dtype=dtype, tensor_parallel=tensor_parallel, role=role, name=name)
 
     def attach(self, model_id: str) -> tuple[Layout, list[int]]:
         """The model's manifest and a descriptor an arena, the caller's to close; in use until this is closed.
@@ -114,7 +114,7 @@ class Sidecar:
         return descriptors[0], descriptors[1]
 
     def evict(self, name: str, *, force: bool = False) -> int:
-        """Have the owner let go of a model or a pool; the bytes it had."""
+        """Have the owner let go of a model (by name, id or path) or a pool; the bytes it had."""
         return self._ask("evict", name=name, force=force)["bytes"]
 
     def verify(self, name: str) -> list[str]:

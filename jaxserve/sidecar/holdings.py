@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_MODELS = 16
 MAX_POOLS = 32
+MAX_NAMES = 8
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class Wish:
     dtype: str
     tensor_parallel: int
     role: str
+    name: str = field(default="", compare=False)
+    """What people call the model; the last part of the path by default."""
 
 
 class Progress:
@@ -75,6 +78,10 @@ class Model:
     error: str | None = None
     since: float = field(default_factory=time.time)
     clients: list[Client] = field(default_factory=list)
+    outdated: bool = False
+    """Its files have changed since; kept as long as it is used."""
+    other_names: list[str] = field(default_factory=list)
+    """Names that it was asked for by later."""
 
     @property
     def state(self) -> str:
@@ -131,19 +138,28 @@ class Holdings:
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    def load(self, wish: Wish, name: str | None = None) -> Model:
+    def load(self, wish: Wish) -> Model:
         """The model that this wish gives: the one held, if its files are what they were, or a new one, now loading.
+
+        Copies of what the files were before go: now where nobody uses them, else when the new one is there or later.
 
         Raises ``SidecarError`` where there are too many.
         """
+        name = wish.name or default_name(wish.path)
         with self._lock:
             for held in list(self.models.values()):
-                if held.wish != wish:
+                if not _same_place(held.wish, wish):
                     continue
-                if held.state == "loading" or (held.state == "ready" and _unchanged(held)):
+                if held.state == "ready":
+                    held.outdated = held.outdated or not _unchanged(held)
+                if held.wish == wish and (held.state == "loading" or (held.state == "ready" and not held.outdated)):
+                    if name not in (held.name, *held.other_names) and len(held.other_names) < MAX_NAMES:
+                        held.other_names.append(name)
                     return held
-                if not held.clients:
+                if held.outdated and not held.clients:
                     log.info("%s is out of date: evicted", held.name)
+                    self._drop(held)
+                elif held.state == "failed" and held.wish == wish:
                     self._drop(held)
             failed = [model for model in self.models.values() if model.state == "failed"]
             if len(self.models) >= MAX_MODELS and failed:
@@ -151,7 +167,7 @@ class Holdings:
             if len(self.models) >= MAX_MODELS:
                 raise SidecarError(f"{MAX_MODELS} models are held already; evict one", "memory")
             self._count += 1
-            made = Model(f"m{self._count}", self._unique(name or Path(wish.path).stem), wish)
+            made = Model(f"m{self._count}", self._unique(name), wish)
             self.models[made.id] = made
         log.info("loading %s (%s, %s) from %r", made.name, wish.role, wish.dtype, wish.path)
         self._loader.submit(self._load, made)
@@ -169,7 +185,7 @@ class Holdings:
         try:
             from jaxserve.sidecar import loading  # jax, which an owner of KV pools alone does without
 
-            loaded = loading.load(model.wish, self._backend(), model.progress)
+            loaded = loading.load(model.wish, self._backend(), model.progress, self._make_way)
         except Exception as error:
             with self._lock:
                 model.error = f"{type(error).__name__}: {error}"[:4000]
@@ -180,7 +196,16 @@ class Holdings:
                 loaded.arenas.close()
                 return
             model.loaded = loaded
-        log.info("%s is ready: %d bytes in %.2f s", model.name, loaded.layout.nbytes, loaded.seconds)
+            log.info("%s is ready: %d bytes in %.2f s", model.name, loaded.layout.nbytes, loaded.seconds)
+            self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        """Let go of copies that nobody uses any more and that newer ones have come for."""
+        for old in [model for model in self.models.values() if model.outdated and not model.clients]:
+            newer = [m for m in self.models.values() if m.state == "ready" and not m.outdated]
+            if any(_same_place(m.wish, old.wish) for m in newer):
+                log.info("%s is out of date and not in use: evicted", old.name)
+                self._drop(old)
 
     def attach(self, model_id: str, client: Client) -> "Loaded":
         """The weights, now in use by ``client``. Raises ``SidecarError``: ``loading``, ``failed`` or ``unknown``."""
@@ -206,10 +231,17 @@ class Holdings:
             return model.loaded
 
     def _find(self, name: str) -> Model:
-        for model in self.models.values():
+        held = list(self.models.values())
+        for model in held:
             if name in (model.name, model.id):
                 return model
-        raise SidecarError("no model of that name is held", "unknown")
+        found = [model for model in held if name in (model.wish.path, *model.other_names)]
+        if len(found) > 1:
+            names = ", ".join(model.name for model in found)
+            raise SidecarError(f"several models are meant by that; say which of {names}", "invalid")
+        if not found:
+            raise SidecarError("no model of that name is held", "unknown")
+        return found[0]
 
     # -- pools --------------------------------------------------------------------------------------------------------
 
@@ -251,11 +283,18 @@ class Holdings:
                     "memory",
                 )
 
-    def _evict_idle_pool(self, but: str) -> bool:
+    def _make_way(self) -> bool:
+        """Give back the idle pool that was not used for longest, for weights; False where there is none."""
+        with self._lock:
+            return self._evict_idle_pool(None)
+
+    def _evict_idle_pool(self, but: str | None) -> bool:
         idle = [pool for pool in self.pools.values() if pool.client is None and pool.identity != but]
         if not idle:
             return False
-        self._drop_pool(min(idle, key=lambda pool: pool.used_at))
+        pool = min(idle, key=lambda pool: pool.used_at)
+        log.info("%s makes way for others: it was idle for %.0f s", pool.name, time.time() - pool.used_at)
+        self._drop_pool(pool)
         return True
 
     def _drop_pool(self, pool: Pool) -> None:
@@ -298,6 +337,7 @@ class Holdings:
                 if client in model.clients:
                     model.clients.remove(client)
                     log.info("process %d (%s) has gone: it used %s", client.pid, client.what, model.name)
+            self._drop_outdated()
             for pool in self.pools.values():
                 if pool.client is client:
                     pool.client, pool.used_at = None, time.time()
@@ -324,6 +364,8 @@ class Holdings:
                     "dtype": (model.progress.key or {}).get("dtype", model.wish.dtype),
                     "tensor_parallel": model.wish.tensor_parallel,
                     "bytes": 0 if model.loaded is None else model.loaded.layout.nbytes,
+                    "outdated": model.outdated,
+                    "other_names": list(model.other_names),
                     "seconds": None if model.loaded is None else round(model.loaded.seconds, 3),
                     "since": round(model.since, 3),
                     "clients": [client.as_json() for client in model.clients],
@@ -345,8 +387,17 @@ class Holdings:
 
 def default_name(path: str) -> str:
     """A model's name from its path: short, and harmless in a log."""
-    name = Path(path).stem
+    name = Path(path).name.removesuffix(".gguf")
     return name if name.isprintable() and 0 < len(name) <= 100 else hashlib.sha256(path.encode()).hexdigest()[:12]
+
+
+def asked_name(model: str) -> str:
+    """A model's name from what a person has typed: a path's last part, or the name of one that is built in."""
+    return default_name(model) if os.path.exists(os.path.expanduser(model)) else model
+
+
+def _same_place(one: Wish, other: Wish) -> bool:
+    return (one.path, one.role) == (other.path, other.role)
 
 
 def _idle(name: str, clients: list[Client], force: bool) -> None:

@@ -59,8 +59,11 @@ class Loaded:
     seconds: float
 
 
-def load(wish: Wish, backend: Backend, progress: Progress) -> Loaded:
-    """Read a checkpoint, in several threads. Raises ``ValueError`` (its kinds) or ``OSError``."""
+def load(wish: Wish, backend: Backend, progress: Progress, make_way: Callable[[], bool] = lambda: False) -> Loaded:
+    """Read a checkpoint, in several threads. Raises ``ValueError`` (its kinds) or ``OSError``.
+
+    ``make_way`` gives some of the host's memory back, and is False when there is no more to give.
+    """
     begun, devices = time.perf_counter(), wish.tensor_parallel
     root = checkpoints.resolve_model(wish.path)
     with checkpoints.open_checkpoint(root) as source, ThreadPoolExecutor(_threads(), "load") as pool:
@@ -74,7 +77,8 @@ def load(wish: Wish, backend: Backend, progress: Progress) -> Loaded:
         layout = plan(specs, kind, devices, arena_each=backend.arena_each)
         progress.total = sum(t.piece_bytes(devices) * len(t.pieces) for t in layout.tensors)
         progress.key = key.fields(model, kind, devices, specs, wish.role)
-        free = backend.free()
+        while layout.nbytes > (free := backend.free()) and not backend.arena_each and make_way():
+            pass
         if layout.nbytes > free:
             raise SidecarError(f"{wish.path} takes {layout.nbytes} bytes of memory; {max(0, free)} are free", "memory")
         hashes = pool.map(files.sha256, sources)

@@ -20,12 +20,15 @@ from typing import Any
 from jaxserve import __version__
 from jaxserve.sidecar import wire
 from jaxserve.sidecar.errors import SidecarError
-from jaxserve.sidecar.holdings import Client, Holdings, Wish, default_name
+from jaxserve.sidecar.holdings import Client, Holdings, Wish
 from jaxserve.sidecar.place import Place
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
+SPARE_CONNECTIONS = 4
+"""Beyond those: for a person who wants to see what there is, or to end it, and not for longer than a hello may take."""
+SPARE_OPERATIONS = ("hello", "status", "evict", "stop")
 FRAME_SECONDS = 5.0
 """What a frame may take from its first byte to its last."""
 HELLO_SECONDS = 10.0
@@ -59,6 +62,7 @@ class Connection:
         """For a thread to finish its request."""
         self.closing = False
         """When all replies have gone."""
+        self.spare = False
 
 
 class Owner:
@@ -182,13 +186,14 @@ class Owner:
             return
         sock.setblocking(False)
         pid, uid = wire.peer(sock)
-        if uid != self.uid or len(self._connections) >= MAX_CONNECTIONS:
+        if uid != self.uid or len(self._connections) >= MAX_CONNECTIONS + SPARE_CONNECTIONS:
             why = "this sidecar answers its own user only" if uid != self.uid else "too many connections"
             code = "refused" if uid != self.uid else "busy"
             with sock, contextlib.suppress(OSError):  # it may have gone
                 wire.send_some(sock, memoryview(wire.encode(_error(SidecarError(why, code)))), [])
             return
         connection = Connection(sock, pid)
+        connection.spare = len(self._connections) >= MAX_CONNECTIONS
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -235,9 +240,14 @@ class Owner:
     def _handle(self, connection: Connection, body: bytes) -> Reply | None:
         try:
             message = wire.decode(body)
-            operation = self._operations.get(_text(message, "op"))
+            name = _text(message, "op")
+            operation = self._operations.get(name)
             if operation is None:
                 raise SidecarError(f"op: known are {', '.join(self._operations)}", "invalid")
+            if connection.spare and name not in SPARE_OPERATIONS:
+                if sum(not c.spare for c in self._connections) >= MAX_CONNECTIONS:
+                    raise SidecarError("too many connections", "busy")
+                connection.spare = False
             return operation(connection, message)
         except SidecarError as error:
             self.bad_frames += error.code == "invalid"
@@ -306,7 +316,8 @@ class Owner:
             slow = begun is not None and not held_back and now - begun > FRAME_SECONDS
             silent = not connection.greeted and now - connection.begun > HELLO_SECONDS
             deaf = bool(connection.replies) and now - connection.moved > WRITE_SECONDS
-            if slow or silent or deaf:
+            late = connection.spare and now - connection.begun > HELLO_SECONDS
+            if slow or silent or deaf or late:
                 self.bad_frames += 1
                 self._close(connection)
 
@@ -358,10 +369,11 @@ class Owner:
             _text(message, "dtype", "auto", 20),
             _count(message, "tensor_parallel", 1, 64),
             _text(message, "role", "target", 20),
+            _text(message, "name", "", 100),
         )
         if wish.role not in ("target", "draft"):
             raise SidecarError("role must be target or draft", "invalid")
-        model = self.holdings.load(wish, _text(message, "name", default_name(path), 100))
+        model = self.holdings.load(wish)
         return {"ok": True, **model.as_json()}, []
 
     def _attach(self, connection: Connection, message: wire.Message) -> Reply:
@@ -377,11 +389,11 @@ class Owner:
         force = message.get("force", False)
         if not isinstance(force, bool):
             raise SidecarError("force must be true or false", "invalid")
-        return {"ok": True, "bytes": self.holdings.evict(_text(message, "name", limit=300), force=force)}, []
+        return {"ok": True, "bytes": self.holdings.evict(_text(message, "name"), force=force)}, []
 
     def _verify(self, connection: Connection, message: wire.Message) -> None:
         """Answered later: hashing takes a while."""
-        loaded = self.holdings.ready(_text(message, "name", limit=300))
+        loaded = self.holdings.ready(_text(message, "name"))
         connection.waiting = True
 
         def check() -> None:
@@ -443,7 +455,7 @@ def run(place: Place, uuids: Sequence[str], wishes: Sequence[Wish] = ()) -> int:
 
     owner = Owner(place, Holdings(backend, free))
     for wish in wishes:
-        owner.holdings.load(wish, default_name(wish.path))
+        owner.holdings.load(wish)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, owner.stop)
     try:
