@@ -17,6 +17,8 @@ from serve.state import STATE, State
 MAX_SCORES = 4_000_000
 """Most scores in a request, tokens times keys times streams: a few seconds of one thread."""
 MAX_CHARACTERS = 8_000_000
+SETTINGS = ("threshold", "min_scored_tokens", "statistic", "dedup", "streams")
+"""Fields that decide what is called marked; where verdicts alone are told they are the operator's."""
 
 
 @api(Detections, body=DetectRequest, errors=(*BODY_ERRORS, 403))
@@ -29,9 +31,8 @@ async def detect(request: web.Request) -> web.Response:
             raise ApiError(403, "detection is switched off here", code="detection_off")
         body = await read_body(request, state, DetectRequest)
         body.check()
-        for name in ("return_token_scores", "return_spans"):
-            if allowed == "verdicts" and getattr(body, name):
-                raise ApiError(403, f"{name}: this server tells verdicts only", param=name, code="verdicts_only")
+        if allowed == "verdicts":
+            _check_verdict(body)
         schemes = _schemes(body, state)
         streams = default_streams(state.llm.config.watermark) if body.streams is None else body.streams
         if body.text is not None:
@@ -58,6 +59,16 @@ async def keys(request: web.Request) -> web.Response:
             "detection": state.options.watermark_detection,
         }
     )
+
+
+def _check_verdict(body: DetectRequest) -> None:
+    """Refuse what would tell more than yes or no: scores, and all that moves the line between the two. By a line that
+    is moved step by step, or by one token scored many times, the score of a token can be measured."""
+    asked = [name for name in ("return_token_scores", "return_spans") if getattr(body, name)]
+    moved = [name for name in SETTINGS if name in body.model_fields_set and getattr(body, name) is not None]
+    for name in asked + moved:
+        which = "tells verdicts only" if name in asked else "tells verdicts by its own settings only"
+        raise ApiError(403, f"{name}: this server {which}", param=name, code="verdicts_only")
 
 
 def _schemes(body: DetectRequest, state: State) -> list[Scheme]:

@@ -246,6 +246,12 @@ def test_a_server_may_tell_verdicts_only_or_nothing():
         assert one["is_watermarked"]
         code, body, _ = detect(server, text=text, return_token_scores=True)
         assert (code, body["error"]["param"]) == (403, "return_token_scores")
+        settings = {"threshold": 0.01, "min_scored_tokens": 1, "statistic": "both", "dedup": False, "streams": 1}
+        for name, value in settings.items():
+            code, body, _ = detect(server, text=text, **{name: value})
+            assert (code, body["error"]["param"], body["error"]["code"]) == (403, name, "verdicts_only")
+        assert detect(server, text=text, keys=["new"], streams=None)[1]["data"][0]["is_watermarked"]
+        assert not detect(server, text=text[:12])[1]["data"][0]["is_watermarked"]
     with serving(FakeLLM(watermark=config()), watermark_detection="off") as server:
         code, body, _ = detect(server, text=text)
         assert (code, body["error"]["code"]) == (403, "detection_off")
