@@ -72,6 +72,7 @@ def test_a_model_goes_by_the_name_that_it_was_asked_by_and_by_its_path(tmp_path)
         load(sidecar, model)
         for name in ("v1.5-stored", str(model), "my-model"):
             sidecar.load(str(model), "float32", 1, "target", "my-model")
+            assert "  v1.5-stored, also my-model (target" in command._shown(sidecar.status())
             assert sidecar.verify(name) == []
             assert sidecar.evict(name) > 0
             load(sidecar, model)

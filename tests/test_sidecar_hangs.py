@@ -18,13 +18,13 @@ def command(capsys, folder, *words: str) -> tuple[int, str]:
     return status, "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("names", [["sidecar-cpu.sock"], ["sidecar-cpu.sock", "sidecar-cpu.lock"]])
-def test_a_socket_that_was_cleaned_away_is_made_again(tmp_path, monkeypatch, names):
+@pytest.mark.parametrize("kinds", [["sock"], ["lock"], ["sock", "lock"]])
+def test_a_socket_that_was_cleaned_away_is_made_again(tmp_path, monkeypatch, kinds):
     monkeypatch.setattr(owner, "SOCKET_SECONDS", 0.1)
     with thread(tmp_path / "p") as made, connect(tmp_path / "p") as early:
-        for name in names:
-            (tmp_path / "p" / name).unlink()
-        until(made.place.visible)
+        for kind in kinds:
+            (tmp_path / "p" / f"sidecar-cpu.{kind}").unlink()
+        until(lambda: made.place.visible() and made.place.holder())
         with connect(tmp_path / "p") as late:
             assert late.pid == early.status()["pid"] == made.place.holder()
         assert made.place.lock() is None, "the lock is held as before"
@@ -57,7 +57,7 @@ def test_an_owner_that_hangs_is_named_soon_and_can_be_killed(tmp_path, monkeypat
     folder = tmp_path / "p"
     with process(folder) as sidecar:
         os.kill(sidecar.pid, signal.SIGSTOP)
-        for words in (["status"], ["stop"], ["start"]):
+        for words in (["status"], ["status", "--wait", "60"], ["stop"], ["start"]):
             begun = time.monotonic()
             status, text = command(capsys, folder, *words)
             assert (status, f"process {sidecar.pid}, does not answer" in text) == (1, True), text

@@ -203,14 +203,16 @@ def _status(parsed: argparse.Namespace) -> int:
         _seconds("--wait", parsed.wait)
         deadline = time.monotonic() + parsed.wait
         while True:
-            found = [model for _, sidecar in _running(parsed, []) for model in sidecar.status()["models"]]
+            absent: list[SidecarError] = []
+            found = [model for _, sidecar in _running(parsed, absent) for model in sidecar.status()["models"]]
+            if any(error.code == "silent" for error in absent):
+                raise _none(parsed, absent)
             if found and all(model["state"] != "loading" for model in found):
                 break
             if time.monotonic() > deadline:
                 raise SidecarError(f"not ready after {parsed.wait:g} s", "loading")
             time.sleep(0.1)
-    ready, count = True, 0
-    absent: list[SidecarError] = []
+    ready, count, absent = True, 0, []
     for _, sidecar in _running(parsed, absent):
         status = sidecar.status()
         count += 1
@@ -233,10 +235,11 @@ def _shown(status: dict[str, Any]) -> str:
             state += f" {model['done']}/{model['total']} bytes"
         elif state == "failed":
             state += f": {model['error']}"
-        elif model["outdated"]:
+        elif model.get("outdated"):  # an older owner does not say
             state += ", out of date"
         about = f"{model['role']}, {model['dtype']}, tensor_parallel {model['tensor_parallel']}"
-        lines.append(f"  {model['name']} ({about}): {state}, {human_bytes(model['bytes'])}, from {model['path']}")
+        name = ", also ".join([model["name"], *model.get("other_names", ())])
+        lines.append(f"  {name} ({about}): {state}, {human_bytes(model['bytes'])}, from {model['path']}")
         lines += [f"    used by {_client(client, now)}" for client in model["clients"]]
     for pool in status["pools"]:
         user = f"used by {_client(pool['client'], now)}" if pool["client"] else "idle"

@@ -38,7 +38,7 @@ WRITE_SECONDS = 10.0
 MAX_UNREAD = 1 << 20
 """Bytes of replies a client may leave unread before its requests wait."""
 SOCKET_SECONDS = 2.0
-"""How often it looks whether its socket is still there."""
+"""How often it looks whether its socket and its lock are still there."""
 AT_ONCE = 32
 """Requests of one client that are answered before others have their turn."""
 MAX_TEXT = 4096
@@ -142,7 +142,7 @@ class Owner:
         if self.stopping or time.monotonic() - self._looked < SOCKET_SECONDS:
             return
         self._looked = time.monotonic()
-        if self.place.visible() or self._cut_off:
+        if self._cut_off or (self.place.visible() and self.place.holder() == os.getpid()):
             return
         try:
             if self.place.holder() is None and (lock := self.place.lock()) is not None:
@@ -153,11 +153,13 @@ class Owner:
             self._listen()
         except OSError as error:
             self._cut_off = True
-            log.warning("the socket %s is gone and cannot be made again: %s", self.place.socket_path, error)
+            log.warning(
+                "the socket %s, or its lock, is gone and cannot be made again: %s", self.place.socket_path, error
+            )
             return
         self._selector.unregister(before)
         before.close()
-        log.warning("the socket %s was gone; it is there again", self.place.socket_path)
+        log.warning("the socket %s, or its lock, was gone; it is there again", self.place.socket_path)
 
     def _last_words(self) -> bool:
         return any(c.replies and time.monotonic() - c.moved < 1.0 for c in self._connections)
