@@ -281,15 +281,17 @@ class LLM:
                 raise RequestError("watermarking: the engine has no watermark_config", param="watermarking")
             return [(None, None)] * params.n
         try:
-            decision = config.decide(params.watermarking, params.greedy)
+            decision = config.decide(params.watermarking, params.greedy, params.choiceless)
         except ValueError as error:
             raise RequestError(str(error), param="watermarking") from None
         if decision.status != "watermarked" or not anything:
             reason = decision.reason or "nothing to generate"
             status = "skipped" if decision.status == "watermarked" else decision.status
             return [(None, Watermark(status, reason))] * params.n
-        marks = [config.mark(config.stream(seed, index, params.n)) for index in range(params.n)]
-        return [(mark, Watermark("watermarked", None, mark.key_id)) for mark in marks]
+        streams = [config.stream(seed, index, params.n) for index in range(params.n)]
+        marks = [config.mark(stream) for stream in streams]
+        said = [Watermark("watermarked", None, mark.key_id, each) for mark, each in zip(marks, streams, strict=True)]
+        return list(zip(marks, said, strict=True))
 
     def encode_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text where it has one, and its token ids. Raises ``RequestError``."""

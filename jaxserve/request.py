@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
 MAX_CHARACTERS = 8192
 """Most characters of all stop strings, or of all bad words, together: they are tokenized where the request is taken."""
+LEAST_TEMPERATURE, LEAST_TOP_P = 1e-2, 1e-3
+"""Below the one, and up to the other, the likeliest token is as good as certain."""
 MAX_N = 128
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -242,6 +244,18 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
+    def choiceless(self) -> str | None:
+        """The setting that leaves one token to choose from, or as good as one, where it is not ``greedy`` by name."""
+        alone = self.allowed_token_ids is not None and len(set(self.allowed_token_ids)) == 1
+        found = {
+            "temperature": self.temperature < LEAST_TEMPERATURE,
+            "top_p": self.top_p <= LEAST_TOP_P,
+            "min_p": self.min_p >= 1.0,
+            "allowed_token_ids": alone,
+        }
+        return next((name for name, leaves_none in found.items() if leaves_none), None)
+
+    @property
     def shapes_logits(self) -> bool:
         """True where the logits must be changed before the choice, so that plain argmax does not do."""
         return bool(
@@ -313,6 +327,8 @@ class Watermark:
     status: Literal["watermarked", "skipped", "not_watermarked"]
     reason: str | None = None
     key_id: str | None = None
+    stream: int | None = None
+    """Which key derived from that one: a detector has to try so many and one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ def announced(state: State, params: SamplingParams) -> str:
     if config is None:
         return ""
     try:
-        status = config.decide(params.watermarking, params.greedy).status
+        status = config.decide(params.watermarking, params.greedy, params.choiceless).status
     except ValueError:  # the engine will refuse it
         return ""
     return "skipped" if status == "watermarked" and params.max_tokens == 0 else status

@@ -132,6 +132,7 @@ def _told(index: int, ids: list[int], one: Detection, state: State) -> dict[str,
         "num_scored_tokens": one.num_scored_tokens,
         "is_watermarked": one.is_watermarked,
         "enough_evidence": one.enough_evidence,
+        "num_streams": one.num_streams,
     }
     if state.options.watermark_detection == "verdicts":
         return told

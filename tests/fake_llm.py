@@ -146,11 +146,13 @@ class FakeLLM:
                 raise RequestError("watermarking: no watermark_config", param="watermarking")
             return None
         try:
-            decision = self.watermark.decide(params.watermarking, params.greedy)
+            decision = self.watermark.decide(params.watermarking, params.greedy, params.choiceless)
         except ValueError as error:
             raise RequestError(str(error), param="watermarking") from None
         marked = decision.status == "watermarked"
-        return Watermark(decision.status, decision.reason, self.watermark.key_in_force().id if marked else None)
+        if not marked:
+            return Watermark(decision.status, decision.reason)
+        return Watermark(decision.status, decision.reason, self.watermark.key_in_force().id, 0)
 
     def check_structured_outputs(self, wish) -> None:
         """Refuses schemas that hold "not"; enforces nothing."""

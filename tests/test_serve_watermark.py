@@ -68,6 +68,7 @@ def test_answers_say_what_was_applied_in_the_header_and_in_each_choice(mode, fie
             for choice in body["choices"]:
                 assert choice["watermark"]["status"] == status
                 assert choice["watermark"]["key_id"] == ("new" if status == "watermarked" else None)
+                assert choice["watermark"]["stream"] == (0 if status == "watermarked" else None)
                 assert (choice["watermark"]["reason"] is None) == (status == "watermarked")
             code, text, headers = ask(server, stream=True, **fields)
             assert headers[STATUS] == status
@@ -123,9 +124,9 @@ def test_a_marked_text_is_found_and_its_key_is_named(server):
     assert code == 200
     [one] = body["data"]
     assert one["is_watermarked"]
-    assert (one["key"], one["stream"], one["num_candidates"]) == ("old", 0, 8)
+    assert (one["key"], one["stream"], one["num_candidates"]) == ("old", 0, 16)
     [alone] = detect_many([list(text.encode())], [Scheme(key=SECRETS["old"])])
-    assert one["log10_p_value"] == pytest.approx(alone.log10_p_value + math.log10(8))
+    assert one["log10_p_value"] == pytest.approx(alone.log10_p_value + math.log10(16))
     assert one["score"] == pytest.approx(alone.score)
 
 
@@ -149,10 +150,18 @@ def test_named_keys_and_streams_are_tried_and_no_others(server):
     assert (one["is_watermarked"], one["num_candidates"]) == (True, 3)
 
 
+def test_completions_of_requests_for_several_are_found_and_the_number_of_streams_is_told(server):
+    texts = [text_under("new", stream=stream) for stream in (7, 8)]
+    known, beyond = detect(server, text=texts)[1]["data"]
+    assert (known["is_watermarked"], known["stream"], known["num_streams"]) == (True, 7, 8)
+    assert (beyond["is_watermarked"], beyond["num_streams"]) == (False, 8)
+    assert detect(server, text=texts[1], streams=9)[1]["data"][0]["is_watermarked"]
+
+
 def test_the_streams_of_the_configuration_are_tried():
-    with serving(FakeLLM(watermark=config(streams=6))) as server:
-        [one] = detect(server, text=text_under("old", stream=5))[1]["data"]
-        assert (one["is_watermarked"], one["stream"], one["num_candidates"]) == (True, 5, 12)
+    with serving(FakeLLM(watermark=config(streams=12))) as server:
+        [one] = detect(server, text=text_under("old", stream=11))[1]["data"]
+        assert (one["is_watermarked"], one["stream"], one["num_candidates"]) == (True, 11, 24)
 
 
 def test_token_scores_and_spans_come_where_asked_for(server):
@@ -242,7 +251,8 @@ def test_a_server_may_tell_verdicts_only_or_nothing():
     text = text_under("new")
     with serving(FakeLLM(watermark=config()), watermark_detection="verdicts") as server:
         [one] = detect(server, text=text)[1]["data"]
-        assert one.keys() == {"index", "num_tokens", "num_scored_tokens", "is_watermarked", "enough_evidence"}
+        counts = {"index", "num_tokens", "num_scored_tokens", "num_streams"}
+        assert one.keys() == counts | {"is_watermarked", "enough_evidence"}
         assert one["is_watermarked"]
         code, body, _ = detect(server, text=text, return_token_scores=True)
         assert (code, body["error"]["param"]) == (403, "return_token_scores")
@@ -264,7 +274,7 @@ def test_detection_needs_the_key_of_the_server():
 
 
 def test_long_detections_hold_up_nobody(server):
-    ids = [list(b"The quick brown fox jumps over the lazy dog. ") * 400] * 20
+    ids = [list(b"The quick brown fox jumps over the lazy dog. ") * 400] * 10
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(detect, server, token_ids=ids, dedup=False)
         worst = 0.0

@@ -192,6 +192,23 @@ def test_greedy_choice_can_be_refused_where_marks_are_enforced() -> None:
         config.decide(None, True)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"min_p": 1.0}, {"top_p": 1e-3}, {"temperature": 9e-3}, {"allowed_token_ids": [5]}, {"allowed_token_ids": [5, 5]}],
+)
+def test_requests_that_leave_no_choice_can_be_refused_where_marks_are_enforced(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    assert not params.greedy
+    for mode in ("enforced", "default-on"):
+        config = WatermarkConfig.read({"key": 1, "mode": mode})
+        assert config.decide(None, params.greedy, params.choiceless).status == "watermarked"
+    config = WatermarkConfig.read({"key": 1, "mode": "enforced", "unmarkable": "refuse"})
+    with pytest.raises(ValueError, match=f"{min(fields)} leaves one token"):
+        config.decide(None, params.greedy, params.choiceless)
+    ordinary = SamplingParams(min_p=0.9, top_p=0.01, temperature=0.01, allowed_token_ids=[5, 6], top_k=2)
+    assert config.decide(None, ordinary.greedy, ordinary.choiceless).status == "watermarked"
+
+
 @pytest.mark.parametrize("value", [1, 0, "true", [], {}])
 def test_watermarking_is_true_or_false(value: Any) -> None:
     with pytest.raises(RequestError, match="watermarking must be true or false") as caught:

@@ -108,6 +108,7 @@ def test_marked_text_scores_and_other_text_does_not(name: str, marked: jaxserve.
 def test_completions_have_streams_of_their_own(name: str, marked: jaxserve.LLM) -> None:
     (output,) = marked.generate(PROMPTS[3], params(n=4, seed=9, max_tokens=120, ignore_eos=True))
     ids = [completion.token_ids for completion in output.outputs]
+    assert [completion.watermark.stream for completion in output.outputs if completion.watermark] == [0, 1, 2, 3]
     assert len({tuple(each[:8]) for each in ids}) == 4
     table = [[scores(name, each, stream=stream).mean() for stream in range(4)] for each in ids]
     for i, row in enumerate(table):

@@ -214,7 +214,9 @@ def _facts(one: Detection, ids: Any, reader: _Reader) -> dict[str, Any]:
 
 
 def _lines(name: str, one: Detection, ids: Any, reader: _Reader) -> list[str]:
-    verdict = "marked" if one.is_watermarked else "no mark found" if one.enough_evidence else "too short to tell"
+    streams = "1 stream" if one.num_streams == 1 else f"{one.num_streams} streams"
+    none = f"no mark found in {streams} of each key"
+    verdict = "marked" if one.is_watermarked else none if one.enough_evidence else "too short to tell"
     which = f" with key {one.key_name}" if one.is_watermarked else ""
     which += f", completion {one.stream}" if one.is_watermarked and one.stream else ""
     p_value = f"{one.p_value:.3g}" if one.p_value > 1e-300 else f"1e{one.log10_p_value:.0f}"

@@ -90,7 +90,7 @@ class WatermarkConfig:
     prf: str = prfs.PHILOX
     mode: Mode = "default-on"
     unmarkable: Unmarkable = "allow"
-    """What becomes of greedy requests, which cannot be marked, where the mode is enforced."""
+    """What becomes of requests that leave no choice, which cannot be marked, where the mode is enforced."""
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -161,8 +161,11 @@ class WatermarkConfig:
             raise WatermarkConfigError("no key is in force yet: every active_from is in the future")
         return begun[-1]
 
-    def decide(self, wish: bool | None, greedy: bool) -> Decision:
-        """What becomes of a request that wishes (or not) to be marked. Raises ValueError where policy refuses it."""
+    def decide(self, wish: bool | None, greedy: bool, choiceless: str | None = None) -> Decision:
+        """What becomes of a request that wishes (or not) to be marked. Raises ValueError where policy refuses it.
+
+        ``choiceless`` names a setting that leaves nothing to draw from: marked all the same, to no avail.
+        """
         if wish is False and self.mode == "enforced":
             raise ValueError("watermarking is enforced here and cannot be turned off")
         if wish is True and self.mode == "off":
@@ -171,11 +174,12 @@ class WatermarkConfig:
             return Decision("not_watermarked", "switched off")
         if wish is False or (wish is None and self.mode == "opt-in"):
             return Decision("not_watermarked", "not asked for" if wish is None else "opted out")
+        refused = self.mode == "enforced" and self.unmarkable == "refuse"
+        if refused and greedy:
+            raise ValueError("watermarking is enforced here, and greedy choice (temperature 0, top_k 1) has no mark")
+        if refused and choiceless is not None:
+            raise ValueError(f"watermarking is enforced here, and {choiceless} leaves one token, which has no mark")
         if greedy:
-            if self.mode == "enforced" and self.unmarkable == "refuse":
-                raise ValueError(
-                    "watermarking is enforced here, and greedy choice (temperature 0, top_k 1) has no mark"
-                )
             return Decision("skipped", "greedy")
         return Decision("watermarked")
 

@@ -17,13 +17,13 @@ from jaxserve.watermark.tails import Floats
 MIN_SCORED_TOKENS = 16
 """Evidence that a verdict needs, however small the p-value of less: the p-values of the many snippets that people
 paste are small now and then."""
-LEAST_STREAMS = 4
+LEAST_STREAMS = 8
 MAX_STREAMS = 128
 
 
 def default_streams(config: WatermarkConfig) -> int:
-    """Streams to try on text of an engine with this configuration: those it uses, and the first few of requests with
-    n."""
+    """Streams to try on text of an engine with this configuration: those it uses, and those that requests for
+    up to LEAST_STREAMS completions (``n``, ``best_of``) use."""
     return max(LEAST_STREAMS, config.streams)
 
 
@@ -61,6 +61,8 @@ class Detection:
     statistic: str = "sum"
     num_candidates: int = 1
     """Keys times streams times statistics."""
+    num_streams: int = 1
+    """Streams of each key that were tried: a completion beyond them is not found."""
     token_scores: tuple[float | None, ...] | None = None
     """Where asked for: of every token, None where it was not scored."""
     spans: tuple[Span, ...] | None = None
@@ -172,8 +174,9 @@ def detect_many(
                 chosen.stream,
                 chosen.statistic.name,
                 len(candidates),
-                _by_token(document, chosen, dedup) if token_scores else None,
-                _spans(document, candidates, dedup, threshold) if spans else None,
+                streams,
+                token_scores=_by_token(document, chosen, dedup) if token_scores else None,
+                spans=_spans(document, candidates, dedup, threshold) if spans else None,
             )
         )
     return found

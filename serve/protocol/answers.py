@@ -75,6 +75,8 @@ class Watermark(TypedDict):
     reason: str | None
     """Why it is not marked."""
     key_id: str | None
+    stream: int | None
+    """Which of the keys derived from that one marks it: detection with as many streams and one finds it."""
 
 
 @closed

@@ -60,7 +60,7 @@ class DetectRequest(Body):
     """Ids of keys to try; all where absent."""
     streams: Annotated[int | None, said(minimum=1, maximum=128)] = None
     """Try so many of the keys that each key's completions and seeds are spread over; those of the configuration where
-    absent, and four at least."""
+    absent, and eight at least."""
     statistic: Literal["sum", "likelihood", "both"] = "sum"
     dedup: bool = True
     """Score a token only where its context is new in the document."""
@@ -117,6 +117,8 @@ class Detected(TypedDict):
     is_watermarked: bool
     """The p-value is below the threshold, and there is enough evidence."""
     enough_evidence: bool
+    num_streams: int
+    """Streams of each key that were tried: a completion beyond them is not found."""
     score: NotRequired[float]
     p_value: NotRequired[float]
     """Chance that a text without a mark looks as marked under any of the keys and streams."""

@@ -19,7 +19,7 @@ function chance(log10) {
 
 function sentence(found) {
   const counted = `${found.num_scored_tokens} of ${found.num_tokens} tokens counted`;
-  const start = found.is_watermarked ? "Marked" : found.enough_evidence ? "No mark found" : "Too short to tell";
+  const start = found.is_watermarked ? "Marked" : found.enough_evidence ? `No mark found in ${found.num_streams} streams of each key` : "Too short to tell";
   if (found.log10_p_value === undefined) return `${start}: ${counted}.`;
   const under = found.is_watermarked ? ` with key ${found.key}` : "";
   return `${start}${under}: ${counted}, and chance alone does as well with probability ${chance(found.log10_p_value)}.`;
