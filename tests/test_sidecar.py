@@ -1,6 +1,7 @@
 """The sidecar and engines: the same weights without a copy, refusals that say why, and deaths on either side."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -116,6 +117,10 @@ def test_sealed_memory_cannot_be_changed_and_other_memory_is_refused():
         os.pwrite(arenas.descriptors[0], b"x", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(arenas.descriptors[0], 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arenas.descriptors[0], 8192)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arenas.descriptors[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
     tensors = (layout.Tensor("t", "float32", (8,), None, (layout.Piece(0, 0),)),)
     mesh = make_mesh(1)
     loose = os.memfd_create("loose")

@@ -17,6 +17,8 @@ from jaxserve.sidecar.errors import SidecarError
 
 PROTOCOL = 1
 HEADER = struct.Struct(">I")
+CREDENTIALS = struct.Struct("iII")
+"""Users are unsigned: those of containers go beyond 2^31."""
 MAX_REQUEST = 64 << 10
 MAX_REPLY = 64 << 20
 MAX_DESCRIPTORS = 64
@@ -73,7 +75,12 @@ class Frames:
 
 def peer(sock: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, as the kernel knows them."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return credentials(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+
+
+def credentials(ucred: bytes) -> tuple[int, int]:
+    """Process and user of the kernel's ``struct ucred``."""
+    pid, uid, _ = CREDENTIALS.unpack(ucred)
     return pid, uid
 
 
