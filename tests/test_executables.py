@@ -89,6 +89,28 @@ def test_a_changed_environment_never_finds_the_old_one(what: str, tmp_path: Path
     assert made.path(program()) != other.path(program())
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("jax_default_matmul_precision", "highest"), ("jax_numpy_dtype_promotion", "strict")]
+)
+def test_a_changed_option_of_jax_is_another_environment(option: str, value: str) -> None:
+    before, old = program_key.environment(jax.devices()), getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        after = program_key.environment(jax.devices())
+    finally:
+        jax.config.update(option, old)
+    assert program_key.reason(after, [before]) == ("options", "jax options changed")
+    assert program_key.environment(jax.devices()) == before
+
+
+def test_a_changed_xla_flag_is_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, flags = program_key.environment(jax.devices()), os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
+    assert program_key.reason(program_key.environment(jax.devices()), [before]) == ("flags", "XLA flags changed")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=/tmp")
+    assert program_key.environment(jax.devices()) == before
+
+
 def test_editing_a_traced_source_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module of ours that a step is traced through is watched; host policy is not."""
     root = Path(program_key.__file__).parent

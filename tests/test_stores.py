@@ -98,6 +98,19 @@ def test_what_is_used_goes_last_even_if_it_is_never_read():
     stores.close()
 
 
+def test_a_record_that_was_written_and_pushed_out_is_saved_again():
+    stores = tier(memory("disk", 1))
+    for number in (1, 2, 1):
+        assert not stores.keeps(key(number))
+        assert stores.save(block(number), [0])
+        assert stores.keeps(key(number))
+        while stores.pending:
+            pass
+    assert [key(n) in stores for n in (1, 2)] == [True, False]
+    stores.stop()
+    stores.close()
+
+
 def test_nothing_is_copied_while_the_stores_are_behind_or_twice():
     """And what an engine forgets meanwhile is not copied at all."""
     stores = tier(memory("disk", 100))
