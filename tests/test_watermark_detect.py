@@ -303,6 +303,22 @@ def test_documents_without_a_mark_have_no_span_but_for_the_level(measure):
     assert wrong <= level * documents + 3 * math.sqrt(level * documents)
 
 
+def test_spans_pay_for_every_key_that_was_tried():
+    """By chance a key out of many finds a span in text without a mark: no more often than ``threshold`` in all."""
+    rng, level = np.random.default_rng(11), 0.3
+    documents = [rng.integers(0, 5000, 80) for _ in range(60)]
+    schemes = [Scheme(key=100 + i) for i in range(16)]
+    apart = [detect_many(documents, [scheme], spans=True, threshold=level) for scheme in schemes]
+    together = detect_many(documents, schemes, spans=True, threshold=level)
+    alone = sum(any(found[i].spans for found in apart) for i in range(len(documents)))
+    wrong = sum(bool(found.spans) for found in together)
+    allowed = level * len(documents)
+    assert wrong <= allowed < alone, (wrong, alone)
+    text = marked(200, schemes[3], seed=6)
+    [one], [many] = (detect_many([text], tried, spans=True)[0].spans for tried in (schemes[3:4], schemes))
+    assert many.p_value == pytest.approx(16 * one.p_value)
+
+
 def test_short_documents_have_no_spans():
     assert marked_intervals(np.full(15, 9.0), Sum(), level=0.01) == []
     assert [(one.start, one.end) for one in marked_intervals(np.full(16, 9.0), Sum(), level=0.01)] == [(0, 16)]
