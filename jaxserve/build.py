@@ -418,5 +418,6 @@ def _describe(
         prompt_tokens_a_step=limits.buckets.max_prompt_tokens,
     )
     if config.watermark is not None:
+        config.watermark.warn()
         report.add("watermark", **config.watermark.describe())
     report.follow("executables", store.tally.report)

@@ -25,6 +25,7 @@ def run(capsys, *words) -> tuple[int, str, str]:
     status = main(["detect", *map(str, words)])
     said = capsys.readouterr()
     assert str(KEY) not in said.out + said.err
+    assert hex(KEY)[2:] not in said.out + said.err
     return status, said.out, said.err
 
 
@@ -66,6 +67,19 @@ def test_a_text_is_read_with_the_models_tokenizer(capsys, tmp_path, speaking):
     assert len(set(span["text"]) - set(text)) < 6
 
 
+def test_a_json_file_may_be_one_list_of_ids_and_is_a_text_otherwise(capsys, tmp_path, config, speaking):
+    path = tmp_path / "old.json"
+    ids = marked(100, Scheme(key=KEY), seed=1).tolist()
+    path.write_text(json.dumps(ids))
+    status, out, _ = run(capsys, path, "--model", tmp_path / "nothing", "--watermark-config", config)
+    assert status == 0
+    assert "marked with key b" in out
+    for text in ('{"name": "x"}', "[]", '[1, "a"]', "[1,"):
+        path.write_text(text)
+        status, out, _ = run(capsys, path, "--model", speaking, "--watermark-config", config)
+        assert (status, f"of {len(text)} tokens" in out) == (0, bool(text))
+
+
 def test_token_ids_need_no_model(capsys, tmp_path):
     key, path = tmp_path / "key", tmp_path / "ids.jsonl"
     key.write_text("7")
@@ -93,6 +107,9 @@ def test_token_ids_need_no_model(capsys, tmp_path):
         (("--watermark-config", "CONFIG", "nothing.txt"), "nothing.txt: No such file"),
         (("--watermark-config", "CONFIG", "BAD"), "bad.jsonl:1 is not valid JSON"),
         (("--watermark-config", "CONFIG", "ODD"), "odd.jsonl:1: token_ids[1] must be a token id"),
+        (("--key-file", hex(KEY)), "--key-file: key default: key_file names no file; a key belongs into key"),
+        (("--key-file", KEY), "--key-file: key default: key_file names no file"),
+        (("--watermark-config", "CONFIG", "--key-id", KEY), "--key-id: keys[0]: no key has the id what looks like"),
         (("--key-file", "nothing"), "--key-file: key default: key_file 'nothing'"),
     ],
 )
@@ -100,7 +117,7 @@ def test_bad_command_lines_are_one_line_that_names_the_option(capsys, tmp_path, 
     (tmp_path / "bad.jsonl").write_text("{")
     (tmp_path / "odd.jsonl").write_text("[1, 2.5]")
     places = {"CONFIG": config, "BAD": tmp_path / "bad.jsonl", "ODD": tmp_path / "odd.jsonl"}
-    given = [places.get(word, word) for word in words]
+    given = [str(places.get(word, word)) for word in words]
     if not any(word in ("BAD", "ODD", "nothing.txt") for word in words):
         (tmp_path / "ids.jsonl").write_text("[1, 2]")
         given.append(tmp_path / "ids.jsonl")

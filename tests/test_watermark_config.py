@@ -3,6 +3,11 @@
 import dataclasses
 import json
 import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,8 +15,9 @@ from typing import Any
 import pytest
 
 from jaxserve import ConfigError, EngineConfig, RequestError, SamplingParams
-from jaxserve.watermark.config import WatermarkConfig
-from jaxserve.watermark.prf import CHACHA, PHILOX
+from jaxserve.watermark import Scheme
+from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
+from jaxserve.watermark.prf import CHACHA, PHILOX, prepared
 
 SECRET = 7766554433221100
 HEX = "0x" + "c0ffee5ec2e7" * 5
@@ -82,6 +88,16 @@ def test_what_is_no_configuration_at_all(text: str) -> None:
         f'{{"key": {SECRET}, "mode": "on"}}',
         f'{{"key": "{HEX}", "prf": "philox"}}',
         f'{{"keys": [{{"id": "a", "key": {SECRET}, "key_file": "x"}}]}}',
+        f'{{"key_file": "{SECRET}"}}',
+        f'{{"key_file": "{HEX}"}}',
+        f'{{"key_file": "{HEX[2:]}"}}',
+        f'{{"key": 1, "{HEX}": 1}}',
+        f'{{"keys": [{{"id": "a", "key": 1, "{SECRET}": 1}}]}}',
+        f'{{"key": 1, "key_id": "{HEX}"}}',
+        f'{{"keys": [{{"id": "a", "key": 1}}], "key_id": "{SECRET}"}}',
+        f'{{"keys": [{{"id": "{HEX}"}}]}}',
+        f'{{"key": 1, "prf": "{HEX}"}}',
+        f'{{"key": 1, "context_width": {SECRET}}}',
     ],
 )
 def test_no_message_repeats_a_key(source: str) -> None:
@@ -106,8 +122,10 @@ def test_keys_stay_out_of_every_repr_and_report(caplog: pytest.LogCaptureFixture
     said = " ".join(map(str, (config, mark, made, mark.describe(), dataclasses.replace(config, seed=3), caplog.text)))
     assert str(SECRET) not in said
     assert not [word for word in made.words.ravel().tolist() if word > 9999 and str(word) in said]
-    assert "context_width 20" in caplog.text
-    assert "max_history 10" in caplog.text
+    assert not caplog.text, "options are read several times before an engine starts, which then warns once"
+    mark.warn()
+    for message in ("context_width 20", "max_history 10"):
+        assert caplog.text.count(message) == 1
     assert json.dumps(mark.describe())
 
 
@@ -121,8 +139,97 @@ def test_keys_come_from_files_beside_the_configuration(tmp_path: Path, caplog: p
     config = EngineConfig(watermark_config=str(tmp_path / "mark.json")).watermark
     assert config is not None
     assert [(key.id, key.secret) for key in config.keys] == [("old", SECRET), ("new", int(HEX, 16))]
-    assert "the file of key old can be read by others" in caplog.text
+    assert not caplog.text
+    config.warn()
+    assert caplog.text.count("the file of key old can be read by others") == 1
+    assert caplog.text.count("key old is weak") == 1
     assert "key new" not in caplog.text
+
+
+def test_a_configuration_that_holds_a_key_and_that_others_can_read_is_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "mark.json"
+    for text, mode, warned in (('{"key": 5}', 0o644, 1), ('{"key": 5}', 0o600, 0), ('{"key_file": "k"}', 0o644, 0)):
+        path.write_text(text)
+        path.chmod(mode)
+        (tmp_path / "k").write_text("5")
+        (tmp_path / "k").chmod(0o600)
+        found = WatermarkConfig.read(path).warnings
+        assert len(found) == warned
+        assert not warned or "the configuration's file holds a key" in found[0]
+
+
+def test_what_is_no_regular_file_or_too_large_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "large").write_text("1" * (2 << 20))
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("/dev/zero", "no regular file"), (tmp_path / "large", "has more than")):
+        for source in (str(name), {"key_file": str(name)}):
+            with pytest.raises(WatermarkConfigError, match=message):
+                WatermarkConfig.read(source)
+    for name, message in (("pipe", "no regular file"), (".", "Is a directory")):
+        with pytest.raises(WatermarkConfigError, match=message):
+            WatermarkConfig.read({"key_file": str(tmp_path / name)})
+
+
+ROTATED = {
+    "keys": [
+        {"id": "old", "key": 5},
+        {"id": "older", "key": 6, "active_from": "2020-01-01", "algorithm": "dual_key_gumbel", "context_width": 2},
+        {"id": "new", "key": HEX, "active_from": "2021-01-01", "prf": CHACHA, "context_width": 6},
+        {"id": "next", "key": 7, "active_from": "2999-01-01"},
+    ]
+}
+
+
+def test_a_key_has_its_own_scheme_and_the_one_in_force_marks_by_its_own() -> None:
+    config = WatermarkConfig.read(ROTATED)
+    assert (config.prf, config.context_width, config.dual) == (CHACHA, 6, False)
+    found = {one.name: (one.prf, one.context_width, one.alpha) for one in Scheme.of(config)}
+    assert found["old"] == found["next"] == (PHILOX, 4, None)
+    assert found["older"] == (PHILOX, 2, 0.1)
+    assert found["new"] == (CHACHA, 6, None)
+    assert dataclasses.replace(config) == config
+    made = config.mark()
+    assert made.key_id == "new"
+    assert (made.words[0] == prepared(CHACHA, int(HEX, 16), 6)).all()
+    pinned = WatermarkConfig.read(ROTATED | {"key_id": "older"})
+    assert (pinned.prf, pinned.context_width, pinned.alpha) == (PHILOX, 2, 0.1)
+
+
+def test_an_engine_marks_in_one_way_as_long_as_it_runs() -> None:
+    config = WatermarkConfig.read(ROTATED)
+    assert [message for message in config.warnings if "next" in message and "first start after its date" in message]
+    for year in (2019, 2022, 3000):
+        assert config.mark(now=datetime(year, 1, 2, tzinfo=UTC)).key_id == "new"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"prf": "md5"}, "key a: prf must be one of"),
+        ({"prf": None, "context_width": 0}, "key a: context_width must be"),
+        ({"alpha": 0.1}, "key a: alpha needs algorithm dual_key_gumbel"),
+        ({"algorithm": "green"}, "key a: algorithm must be one of"),
+        ({"algorithm": "dual_key_gumbel", "alpha": 2}, "key a: alpha must be a number"),
+        ({"key": HEX}, 'needs "prf": "chacha20-threefry-v1"'),
+    ],
+)
+def test_a_wrong_scheme_of_a_key_names_the_key_and_the_field(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(WatermarkConfigError, match=message):
+        WatermarkConfig.read({"keys": [{"id": "a", "key": 1} | own]})
+
+
+def test_the_example_of_the_documentation_works_as_written(tmp_path: Path) -> None:
+    text = Path("docs/watermark.md").read_text(encoding="utf-8")
+    command = re.search(r"^\(umask 077; python (-c '.*') > mark.key\)$", text, re.MULTILINE)
+    example = re.search(r"^echo '(.*)' > mark.json$", text, re.MULTILINE)
+    assert command
+    assert example
+    (tmp_path / "mark.json").write_text(example[1])
+    made = subprocess.run([sys.executable, *shlex.split(command[1])], capture_output=True, text=True, check=True)
+    (tmp_path / "mark.key").write_text(made.stdout)
+    (tmp_path / "mark.key").chmod(0o600)
+    config = WatermarkConfig.read(tmp_path / "mark.json")
+    assert (config.prf, config.warnings) == (CHACHA, ())
 
 
 def test_the_key_in_force_follows_the_dates() -> None:

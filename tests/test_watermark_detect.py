@@ -334,6 +334,7 @@ def test_short_documents_have_no_spans():
         ({"text": "a", "token_ids": [1]}, "text or token_ids"),
         ({"text": "a"}, "tokenizer"),
         ({"text": 3}, "text must be"),
+        ({"text": "a", "tokenizer": "smollm2-135m"}, "tokenizer must be an object with an encode method.*got str"),
         ({"text": "\ud800", "tokenizer": ByteTokenizer()}, "surrogate"),
         ({"token_ids": "abc"}, "token_ids must be"),
         ({"token_ids": [1, 2.0]}, r"token_ids\[1\]"),
@@ -353,8 +354,10 @@ def test_short_documents_have_no_spans():
         ({"token_ids": [1], "alpha": "0.1"}, "alpha"),
         ({"token_ids": [1], "prf": "md5"}, "prf"),
         ({"token_ids": [1], "key": 2**64}, "key must"),
+        ({"token_ids": [1], "key": 2**255}, 'needs "prf": "chacha20-threefry-v1"'),
+        ({"token_ids": [1], "key": "0x"}, "key must"),
         ({"token_ids": [1], "key": -1}, "key must"),
-        ({"token_ids": [1], "key": "12345678901"}, "key must"),
+        ({"token_ids": [1], "key": "12345678901h"}, "key must"),
         ({"token_ids": [1], "streams": 0}, "streams"),
         ({"token_ids": [1], "threshold": 1}, "threshold"),
         ({"token_ids": [1], "threshold": "0.1"}, "threshold"),
@@ -367,6 +370,11 @@ def test_bad_arguments_are_named(arguments, names):
     with pytest.raises(ValueError, match=names) as caught:
         detect(**{"key": 1} | arguments)
     assert "12345678901" not in str(caught.value)
+
+
+def test_a_key_may_be_text_as_in_a_configuration():
+    number = detect(token_ids=[1, 2, 3], key=42)
+    assert number == detect(token_ids=[1, 2, 3], key="0x2A\n") == detect(token_ids=[1, 2, 3], key="42")
 
 
 def test_keys_are_in_no_repr():

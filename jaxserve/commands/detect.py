@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="a document each; a .jsonl file has one a line: a string, a list of token ids, or an object with "
-        '"text" or "token_ids". Standard input where none is given',
+        '"text" or "token_ids"; a .json file may be one list of token ids. Standard input where none is given',
     )
     parser.add_argument("--model", default=EngineConfig.model, help=f"whose tokenizer reads texts: {MODEL_HELP}")
     parser.add_argument("--json", action="store_true", help="a JSON object for each document, a line each")
@@ -64,6 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     config, schemes = _schemes(parsed)
+    config.warn()
     documents = _documents(parsed)
     reader = _Reader(parsed.model)
     try:
@@ -138,12 +139,21 @@ def _documents(parsed: argparse.Namespace) -> list[tuple[str, Any]]:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
         if path.suffix != ".jsonl":
-            found.append((str(path), text))
+            found.append((str(path), _listed(text) or text if path.suffix == ".json" else text))
             continue
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 found.append((f"{path}:{number}", _entry(line, f"{path}:{number}")))
     return found
+
+
+def _listed(text: str) -> list[int] | None:
+    """The token ids of a JSON file that is a list of such; of all other JSON None: it may be what a model wrote."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) and set(map(type, value)) == {int} else None
 
 
 def _entry(line: str, name: str) -> Any:

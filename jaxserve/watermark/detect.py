@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.watermark.config import WatermarkConfig
 from jaxserve.watermark.evidence import Ids, Scheme, as_ids, windows
 from jaxserve.watermark.localise import marked_intervals
-from jaxserve.watermark.prf import PHILOX
+from jaxserve.watermark.prf import PHILOX, parse_key
 from jaxserve.watermark.statistics import Statistic, statistics
 from jaxserve.watermark.tails import Floats
 
@@ -73,7 +73,7 @@ def detect(
     text: str | None = None,
     token_ids: Any = None,
     *,
-    key: int,
+    key: int | str,
     context_width: int = 4,
     alpha: float | None = None,
     prf: str = PHILOX,
@@ -82,7 +82,8 @@ def detect(
     dual_tail: str = "peer",
     **options: Any,
 ) -> Detection:
-    """Was a document marked under ``key``? Give ``text`` and a ``tokenizer``, or ``token_ids``.
+    """Was a document marked under ``key``? Give ``text`` and a ``tokenizer``, or ``token_ids``. The key
+    may be text, as a configuration has it; a tokenizer is what ``jaxserve.LLM.tokenizer`` is.
 
     Arguments and numbers are the peer's: for a dual key (``alpha``) its approximation of the p-value too, unless
     ``dual_tail`` is "exact". Other options are those of ``detect_many``, for which "exact" is the default.
@@ -93,7 +94,8 @@ def detect(
     if (text is None) == (token_ids is None):
         raise ValueError("give text or token_ids, and not both")
     ids = as_ids(token_ids) if text is None else encode(text, tokenizer)
-    scheme = Scheme(key=key, context_width=context_width, alpha=alpha, prf=prf)
+    secret = parse_key(key.strip()) if isinstance(key, str) else key
+    scheme = Scheme(key=secret, context_width=context_width, alpha=alpha, prf=prf)
     return detect_many([ids], [scheme], dedup=dedup, dual_tail=dual_tail, **options)[0]
 
 
@@ -103,6 +105,11 @@ def encode(text: Any, tokenizer: Any) -> Ids:
         raise ValueError(f"text must be a string, got {type(text).__name__}")
     if tokenizer is None:
         raise ValueError("text needs a tokenizer: that of the model that may have written it")
+    if not callable(getattr(tokenizer, "encode", None)) or isinstance(tokenizer, str):
+        kind = type(tokenizer).__name__
+        raise ValueError(
+            f"tokenizer must be an object with an encode method, such as jaxserve.LLM.tokenizer, got {kind}"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.watermark.config import MAX_CONTEXT_WIDTH, WatermarkConfig
+from jaxserve.watermark.config import MAX_CONTEXT_WIDTH, WatermarkConfig, WatermarkKey, shown
 from jaxserve.watermark.prf import PHILOX, check_key, check_prf, dual_keys, stream_key, uniforms
 from jaxserve.watermark.tails import Floats
 
@@ -56,9 +56,15 @@ class Scheme:
         chosen = list(dict.fromkeys(known if key_ids is None else key_ids))
         for place, name in enumerate(chosen):
             if name not in known:
-                raise ValueError(f"keys[{place}]: no key has the id {name!r:.80}; known: {', '.join(known)}")
-        alike: dict[str, Any] = {"context_width": config.context_width, "alpha": config.alpha, "prf": config.prf}
-        return [cls(key=known[name].secret, name=name, **alike) for name in chosen]
+                raise ValueError(f"keys[{place}]: no key has the id {shown(name)}; known: {', '.join(known)}")
+        return [cls._of(known[name]) for name in chosen]
+
+    @classmethod
+    def _of(cls, key: WatermarkKey) -> Self:
+        width, prf = key.context_width, key.prf
+        assert width is not None, "a configuration fills it in"
+        assert prf is not None, "a configuration fills it in"
+        return cls(key=key.secret, name=key.id, context_width=width, alpha=key.alpha, prf=prf)
 
 
 def as_ids(value: Any, name: str = "token_ids") -> Ids:

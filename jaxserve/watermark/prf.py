@@ -11,6 +11,7 @@ jax.
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,22 @@ def check_key(prf: str, key: object) -> int:
     """A key for a function. Raises ValueError where it is out of range; the message does not say the key."""
     bits = KEY_BITS[check_prf(prf)]
     if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 1 << bits:
-        raise ValueError(f"key must be an integer from 0 to 2^{bits} - 1 for {prf}")
+        longer = isinstance(key, int) and prf != CHACHA and 1 << bits <= key < 1 << KEY_BITS[CHACHA]
+        hint = f'; a key of {KEY_BITS[CHACHA]} bits needs "prf": "{CHACHA}"' if longer else ""
+        raise ValueError(f"key must be an integer from 0 to 2^{bits} - 1 for {prf}{hint}")
     return key
+
+
+def parse_key(text: str) -> int:
+    """A key as text: a decimal number, or 0x and hexadecimal digits. Raises ValueError that does not say the key."""
+    if not re.fullmatch(r"[0-9]{1,80}|0[xX][0-9a-fA-F]{1,80}", text):
+        raise ValueError("key must be an integer, or text: a decimal number, or 0x and hexadecimal digits")
+    return int(text, 16 if text[:2] in ("0x", "0X") else 10)
+
+
+def like_a_key(text: str) -> bool:
+    """True for a word that may be a key in the wrong place: messages do not repeat it."""
+    return re.fullmatch(r"-?(0[xX])?[0-9a-fA-F]{9,}", text.strip()) is not None
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
