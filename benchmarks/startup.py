@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from benchmarks.workers import Contender, Job, Worker, WorkerError
 
 HELP = "process start to first token: cold, warm, with a sidecar, and of peers"
 CASES = ("cold", "warm", "sidecar")
+SECONDS_ASKED, RATIOS_ASKED = 2.5, {"vllm": 30.0, "transformers": 3.0}
+"""With a sidecar, on a small model: at most so long, and so many times quicker than these peers."""
 
 
 def library_start(model: str, engine: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -206,3 +208,28 @@ def _show(starts: list[dict[str, Any]]) -> None:
         what = "floor" if case == "floor" else "process start to first token"
         rows.append([f"{door}, {case}: {what}", median(s["total"] for s in group)])
     report.show("Start-up, seconds (medians)", ["phase", "s"], rows)
+    report.show("Beside what was asked", ["start", "peer", "measured", "asked"], asked(starts))
+
+
+def asked(starts: Sequence[dict[str, Any]]) -> list[list[object]]:
+    """Rows of sidecar and warm starts: door and case, peer, figure, limit (None: nothing is asked).
+
+    The figure is seconds where the peer is None, and else how many times longer the peer takes.
+    """
+    totals = {
+        case: {
+            door: median(s["total"] for s in starts if (s["door"], s["case"]) == (door, case))
+            for door in dict.fromkeys(s["door"] for s in starts if s["case"] == case)
+        }
+        for case in ("sidecar", "warm", "peer")
+    }
+    rows: list[list[object]] = []
+    for case in ("sidecar", "warm"):
+        limits = case == "sidecar"
+        for door, seconds in totals[case].items():
+            name = f"{door}, {case}"
+            rows.append([name, None, f"{seconds:.2f} s", f"at most {SECONDS_ASKED:g} s" if limits else None])
+            for peer, longer in totals["peer"].items():
+                least = RATIOS_ASKED.get(peer.split()[0]) if limits else None
+                rows.append([name, peer, f"{longer / seconds:.1f}x", f"at least {least:g}x" if least else None])
+    return rows
