@@ -1,5 +1,5 @@
 """How well the mark is found: tokens needed beside what the model's own probabilities allow, decay under edits,
-calibration on text without a mark, and what detection costs."""
+calibration on text without a mark, and what marking and detection cost."""
 
 import argparse
 import math
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.stats import median
 from jaxserve.watermark import Scheme, detect_many
 from jaxserve.watermark.evidence import as_ids, windows
 from jaxserve.watermark.prf import KEY_BITS
 from jaxserve.watermark.statistics import Likelihood, Statistic, Sum
 from jaxserve.watermark.tails import Floats
 
-HELP = "tokens needed to find the mark, its decay under edits, calibration, and the detector's speed"
+HELP = "tokens needed to find the mark, its decay under edits, calibration, and what marking and detection cost"
 
 KEY = 0x5EED_0F_A_BE9C43AA
 TOPICS = (
@@ -25,6 +26,9 @@ TOPICS = (
 )
 FORMS = ("Write a story about {}.", "Explain {} to a child.", "Write a letter to a friend about {}.")
 OPENINGS = ("The history of {} begins", "In this article we look at {}. ", "Ten facts about {}:\n1.")
+PARTS = ("quality", "speed", "cost")
+SEQUENCES, STEPS = 32, 32
+"""Of ``cost``: decoded side by side, and steps that are timed."""
 FALSE_POSITIVES, FOUND = 1e-6, 0.95
 REPLICATES = 16
 
@@ -145,17 +149,77 @@ def speed(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def cost(model: str, rounds: int) -> dict[str, Any]:
+    """Decode throughput with the mark as a share of that without it, in one engine, by turns.
+
+    ``wall`` and ``cpu`` (of the whole process): ``median`` and ``quickest`` of the rounds. CPU time tells more on a
+    machine that is not quiet.
+    """
+    import jaxserve
+
+    ids = np.random.default_rng(4).integers(100, 40_000, (SEQUENCES, 8)).tolist()
+    taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with jaxserve.LLM(
+        model,
+        load_progress=False,
+        max_model_len=256,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=SEQUENCES,  # few programs to compile
+        watermark_config=f'{{"key": {KEY}}}',
+    ) as llm:
+
+        def seconds(mark: bool, tokens: int) -> np.ndarray:
+            cpu, wall = time.process_time(), time.perf_counter()
+            llm.generate(
+                ids, max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True, watermarking=mark, progress=False
+            )
+            return np.array([time.perf_counter() - wall, time.process_time() - cpu])
+
+        for mark in taken:
+            seconds(mark, 4)
+        for number in range(rounds):
+            for mark in (True, False) if number % 2 else (False, True):
+                prompt = seconds(mark, 4)  # with a few steps, so that what is left is steps alone
+                taken[mark].append(tuple(seconds(mark, 4 + STEPS) - prompt))
+    found: dict[str, Any] = {"rounds": rounds, "sequences": SEQUENCES, "steps": STEPS}
+    for column, clock in enumerate(("wall", "cpu")):
+        on, off = ([one[column] for one in taken[mark]] for mark in (True, False))
+        found[clock] = {"median": median(off) / median(on), "quickest": min(off) / min(on)}
+        found[clock] |= {"seconds_on": on, "seconds_off": off}
+    return found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--documents", type=int, default=256)
     parser.add_argument("--length", type=int, default=200)
     parser.add_argument("--calibration", type=int, default=20_000, metavar="DOCUMENTS")
     parser.add_argument("--speed", type=int, default=20_000, metavar="DOCUMENTS")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--cost-rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> None:
     where = report.environment()
+    found: dict[str, Any] = {}
+    if "quality" in args.part:
+        found |= _quality(args)
+    if "speed" in args.part:
+        found["speed"] = speed(args.speed)
+        heads = ["prf", "statistic", "seconds", "tokens_per_second"]
+        rows = [[row[head] for head in heads] for row in found["speed"]]
+        report.show(f"{args.speed} documents of 200 tokens", heads, rows)
+    if "cost" in args.part:
+        report.warn_if_busy()
+        found["cost"] = made = cost(args.model, args.cost_rounds)
+        rows = [[clock, *(made[clock][head] for head in ("median", "quickest"))] for clock in ("wall", "cpu")]
+        title = f"Decode throughput with the mark / without, batch {SEQUENCES}, {args.cost_rounds} rounds"
+        report.show(title, ["time", "of medians", "of the quickest"], rows)
+    report.save_json(args.json, {"benchmark": "watermark", "environment": where} | found)
+
+
+def _quality(args: argparse.Namespace) -> dict[str, Any]:
     marked, plain = generate(args, mark=True), generate(args, mark=False)
     vocab = int(max(ids.max() for ids, _ in (*marked, *plain))) + 1
     needed, edits = power(marked, plain), decay(marked, vocab)
@@ -175,8 +239,4 @@ def run(args: argparse.Namespace) -> None:
         heads,
         [[row[h] for h in heads] for row in calibrated],
     )
-    costs = speed(args.speed)
-    heads = ["prf", "statistic", "seconds", "tokens_per_second"]
-    report.show(f"{args.speed} documents of 200 tokens", heads, [[row[h] for h in heads] for row in costs])
-    found = {"power": needed, "decay": edits, "calibration": calibrated, "speed": costs}
-    report.save_json(args.json, {"benchmark": "watermark", "environment": where} | found)
+    return {"power": needed, "decay": edits, "calibration": calibrated}
