@@ -91,6 +91,7 @@ def test_what_is_no_configuration_at_all(text: str) -> None:
         f'{{"key_file": "{SECRET}"}}',
         f'{{"key_file": "{HEX}"}}',
         f'{{"key_file": "{HEX[2:]}"}}',
+        f'{{"key_file": "{HEX[2:] * 9}"}}',
         f'{{"key": 1, "{HEX}": 1}}',
         f'{{"keys": [{{"id": "a", "key": 1, "{SECRET}": 1}}]}}',
         f'{{"key": 1, "key_id": "{HEX}"}}',

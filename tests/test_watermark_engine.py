@@ -14,6 +14,7 @@ from tiny import idle, roomy
 import jaxserve
 from jaxserve.request import RequestError, RequestOutput, Watermark
 from jaxserve.watermark import prf
+from jaxserve.watermark.config import SCHEME
 
 KEY = {"philox": 20260802, "chacha": 2**200 + 20260802}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,10 @@ Texts = dict[str, list[list[int]]]
 
 
 def make(name: str, programs_dir: str, speaking: Path, **options: Any) -> jaxserve.LLM:
+    """After a rotation: the scheme is that of the key in force, and the one before it had the default's."""
     fields = CONFIGS[name] | options.pop("mark", {})
+    own = {field: fields.pop(field) for field in SCHEME if field in fields}
+    fields["keys"] = [{"id": "eu-0", "key": 1}, {**fields["keys"][0], **own, "active_from": "2020-01-01"}]
     return roomy(programs_dir, speaking, watermark_config=json.dumps(fields), **options)
 
 
@@ -189,8 +193,8 @@ def test_what_was_done_is_said_and_counted(marked: jaxserve.LLM) -> None:
         (output,) = marked.generate(PROMPTS[1], params(**fields))
         return [completion.watermark for completion in output.outputs]
 
-    assert said(n=2, temperature=0.7) == [Watermark("watermarked", None, "eu-1")] * 2
-    assert said(watermarking=True) == [Watermark("watermarked", None, "eu-1")]
+    assert said(n=2, temperature=0.7) == [Watermark("watermarked", None, "eu-1", i) for i in (0, 1)]
+    assert said(watermarking=True) == [Watermark("watermarked", None, "eu-1", 0)]
     assert said(temperature=0.0) == said(top_k=1, watermarking=True) == [Watermark("skipped", "greedy")]
     assert said(watermarking=False) == [Watermark("not_watermarked", "opted out")]
     assert said(max_tokens=0, echo=True) == [Watermark("skipped", "nothing to generate")]
@@ -213,7 +217,9 @@ def test_an_engine_without_a_mark_says_and_pays_nothing(llm: jaxserve.LLM) -> No
 def test_modes(programs_dir: str, speaking: Path, llm: jaxserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     plain = tokens(llm.generate(PROMPTS[1], params(seed=3)))
-    with make("philox", programs_dir, speaking, mark={"mode": "off"}) as off:
+    off_and_forgetful = {"mode": "off", "deduplicate_contexts_max_history": 1000}
+    with make("philox", programs_dir, speaking, mark=off_and_forgetful) as off:
+        assert caplog.text.count("deduplicate_contexts_max_history 1000 forgets") == 1, "a warning comes once"
         (output,) = off.generate(PROMPTS[1], params(seed=3))
         assert tokens([output]) == plain
         assert output.outputs[0].watermark == Watermark("not_watermarked", "switched off")
@@ -221,11 +227,11 @@ def test_modes(programs_dir: str, speaking: Path, llm: jaxserve.LLM, caplog: pyt
         with pytest.raises(RequestError, match="watermarking is switched off here"):
             off.generate(PROMPTS[1], params(watermarking=True))
     with make("philox", programs_dir, speaking, mark={"mode": "enforced", "unmarkable": "refuse"}) as strict:
-        for fields in ({"watermarking": False}, {"temperature": 0.0}):
+        for fields in ({"watermarking": False}, {"temperature": 0.0}, {"min_p": 1.0}, {"allowed_token_ids": [65]}):
             with pytest.raises(RequestError, match="watermarking is enforced here") as caught:
                 strict.generate(PROMPTS[1], params(**fields))
             assert caught.value.param == "watermarking"
         assert tokens(strict.generate(PROMPTS[1], params(seed=3))) != plain
         said = f"{strict.report()} {strict.config} {caplog.text}"
         assert str(KEY["philox"]) not in said
-        assert strict.report()["watermark"]["keys"] == ["eu-1"]
+        assert strict.report()["watermark"]["keys"] == ["eu-0", "eu-1"]

@@ -356,7 +356,7 @@ def _key(item: Any, folder: Path, warnings: list[str]) -> WatermarkKey:
             raise WatermarkConfigError(f"key {name:.80}: key_file must be a path")
         path = folder / item["key_file"]
         text = item["key_file"].strip()
-        if (prfs.like_a_key(text) or text.isdecimal() or text[:2] in ("0x", "0X")) and not path.exists():
+        if (prfs.like_a_key(text) or text.isdecimal() or text[:2] in ("0x", "0X")) and not os.path.exists(path):
             raise WatermarkConfigError(
                 f"key {name:.80}: key_file names no file; a key belongs into key, or into a file"
             )
