@@ -26,11 +26,14 @@ TOPICS = (
 )
 FORMS = ("Write a story about {}.", "Explain {} to a child.", "Write a letter to a friend about {}.")
 OPENINGS = ("The history of {} begins", "In this article we look at {}. ", "Ten facts about {}:\n1.")
-PARTS = ("quality", "speed", "cost")
+PARTS = ("quality", "speed", "cost", "sequences")
 SEQUENCES, STEPS = 32, 32
 """Of ``cost``: decoded side by side, and steps that are timed."""
 FALSE_POSITIVES, FOUND = 1e-6, 0.95
 REPLICATES = 16
+SHUFFLES = 20_000
+REPEAT = 4
+"""Of ``sequences``: shuffles of the permutation test, and tokens of what counts as repeated."""
 
 
 def prompts(count: int) -> list[Any]:
@@ -189,6 +192,48 @@ def cost(model: str, rounds: int) -> dict[str, Any]:
     return found
 
 
+def sequences(model: str, count: int, limit: int) -> list[dict[str, Any]]:
+    """Whether whole answers differ with the mark and without: their lengths, and how much of them repeats.
+
+    A mark that keeps the law of every token may still not keep that of texts (loops, fewer ends): contexts that come
+    again are why. Different prompts, answers that end by themselves; ``p`` by a permutation test of the means.
+    """
+    import jaxserve
+
+    taken: dict[bool, list[Any]] = {}
+    with jaxserve.LLM(
+        model,
+        load_progress=False,
+        max_model_len=limit + 128,
+        max_num_seqs=SEQUENCES,
+        watermark_config=f'{{"key": {KEY}}}',
+    ) as llm:
+        for mark in (True, False):
+            taken[mark] = llm.generate(
+                prompts(count), max_tokens=limit, temperature=1.0, seed=5, watermarking=mark, progress=False
+            )
+    ids = {mark: [as_ids(one.outputs[0].token_ids) for one in found] for mark, found in taken.items()}
+    rng, rows = np.random.default_rng(6), []
+    for name, measure in (("tokens", len), ("share that repeats", repeated)):
+        on, off = (np.array([float(measure(text)) for text in ids[mark]]) for mark in (True, False))
+        rows.append({"of a text": name, "on": on.mean(), "off": off.mean(), "p": permutation(on, off, rng)})
+    return rows
+
+
+def repeated(ids: np.ndarray) -> float:
+    """Share of a text's runs of ``REPEAT`` tokens that were there before."""
+    runs = [tuple(run) for run in np.lib.stride_tricks.sliding_window_view(ids, REPEAT)] if len(ids) >= REPEAT else []
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def permutation(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> float:
+    """How often the means of two groups drawn anew from both differ at least as much as these."""
+    both, seen = np.concatenate([a, b]), abs(a.mean() - b.mean())
+    parts = rng.permuted(np.tile(both, (SHUFFLES, 1)), axis=1)
+    drawn = np.abs(parts[:, : len(a)].mean(1) - parts[:, len(a) :].mean(1))
+    return float((np.sum(drawn >= seen - 1e-12) + 1) / (SHUFFLES + 1))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--documents", type=int, default=256)
@@ -216,6 +261,12 @@ def run(args: argparse.Namespace) -> None:
         rows = [[clock, *(made[clock][head] for head in ("median", "quickest"))] for clock in ("wall", "cpu")]
         title = f"Decode throughput with the mark / without, batch {SEQUENCES}, {args.cost_rounds} rounds"
         report.show(title, ["time", "of medians", "of the quickest"], rows)
+    if "sequences" in args.part:
+        count = min(args.documents, 2 * len(TOPICS) * len(FORMS))  # under one key a prompt has one answer
+        found["sequences"] = sequences(args.model, count, args.length)
+        heads = ["of a text", "on", "off", "p"]
+        title = f"{count} answers with the mark and without; p: of a difference as large by chance"
+        report.show(title, heads, [[row[head] for head in heads] for row in found["sequences"]])
     report.save_json(args.json, {"benchmark": "watermark", "environment": where} | found)
 
 
