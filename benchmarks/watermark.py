@@ -2,6 +2,7 @@
 calibration on text without a mark, and what marking and detection cost."""
 
 import argparse
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.stats import median
 from jaxserve.watermark import Scheme, detect_many
+from jaxserve.watermark.config import MAX_STREAMS
 from jaxserve.watermark.evidence import as_ids, windows
 from jaxserve.watermark.prf import KEY_BITS
 from jaxserve.watermark.statistics import Likelihood, Statistic, Sum
@@ -196,22 +198,20 @@ def sequences(model: str, count: int, limit: int) -> list[dict[str, Any]]:
     """Whether whole answers differ with the mark and without: their lengths, and how much of them repeats.
 
     A mark that keeps the law of every token may still not keep that of texts (loops, fewer ends): contexts that come
-    again are why. Different prompts, answers that end by themselves; ``p`` by a permutation test of the means.
+    again are why. Different prompts, answers that end by themselves, and a key each: under one key all answers begin
+    with the same noise, and are alike. ``p`` by a permutation test of the means.
     """
     import jaxserve
 
+    watermark = f'{{"key": {KEY}, "streams": {MAX_STREAMS}}}'
+    seeds = [jaxserve.SamplingParams(max_tokens=limit, temperature=1.0, seed=seed) for seed in range(count)]
     taken: dict[bool, list[Any]] = {}
     with jaxserve.LLM(
-        model,
-        load_progress=False,
-        max_model_len=limit + 128,
-        max_num_seqs=SEQUENCES,
-        watermark_config=f'{{"key": {KEY}}}',
+        model, load_progress=False, max_model_len=limit + 128, max_num_seqs=SEQUENCES, watermark_config=watermark
     ) as llm:
         for mark in (True, False):
-            taken[mark] = llm.generate(
-                prompts(count), max_tokens=limit, temperature=1.0, seed=5, watermarking=mark, progress=False
-            )
+            params = [dataclasses.replace(one, watermarking=mark) for one in seeds]
+            taken[mark] = llm.generate(prompts(count), params, progress=False)
     ids = {mark: [as_ids(one.outputs[0].token_ids) for one in found] for mark, found in taken.items()}
     rng, rows = np.random.default_rng(6), []
     for name, measure in (("tokens", len), ("share that repeats", repeated)):
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> None:
         title = f"Decode throughput with the mark / without, batch {SEQUENCES}, {args.cost_rounds} rounds"
         report.show(title, ["time", "of medians", "of the quickest"], rows)
     if "sequences" in args.part:
-        count = min(args.documents, 2 * len(TOPICS) * len(FORMS))  # under one key a prompt has one answer
+        count = min(args.documents, 2 * len(TOPICS) * len(FORMS))
         found["sequences"] = sequences(args.model, count, args.length)
         heads = ["of a text", "on", "off", "p"]
         title = f"{count} answers with the mark and without; p: of a difference as large by chance"
