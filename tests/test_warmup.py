@@ -238,7 +238,8 @@ def test_what_could_not_be_stored_fails_the_warm_up(more: list[str], tmp_path: P
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_without_a_terminal_it_says_how_far_it_is_and_came(number: int, status: int, tmp_path: Path) -> None:
-    code = "import sys; from jaxserve.cli import main; from jaxserve.commands import warmup\n"
+    code = "import signal, sys; from jaxserve.cli import main; from jaxserve.commands import warmup\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job in the background ignores it
     code += "warmup.LINE_SECONDS = 0.2; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-c", code, "warmup", str(MODEL), *FLAGS, "--cache-dir", str(tmp_path)]
     with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
