@@ -18,9 +18,9 @@ from jaxserve.record_store import STRIDE, RecordStore, capacity
 log = logging.getLogger(__name__)
 
 ENGINES = 8
-"""Engines of one identity that may share a folder."""
+"""Engines of one identity that may share a folder, or have pools in one sidecar."""
 PATIENCE_SECONDS = 1.0
-"""For an engine that has just been killed to let go of its lock."""
+"""For an engine that has just been killed to let go of its lock, and for the sidecar to notice."""
 
 
 class DiskError(OSError):

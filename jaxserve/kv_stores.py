@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve import memory
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.disk_store import DiskError, open_store
+from jaxserve.disk_store import ENGINES, PATIENCE_SECONDS, DiskError, open_store
 from jaxserve.record_store import HEADER, STRIDE, RecordStore, capacity
 from jaxserve.report import Report
 from jaxserve.sidecar.client import Sidecar
@@ -20,11 +20,6 @@ from jaxserve.sidecar.errors import SidecarError
 from jaxserve.store_tier import StoreTier
 
 log = logging.getLogger(__name__)
-
-ENGINES = 8
-"""Engines of one identity that may have pools in one sidecar."""
-PATIENCE_SECONDS = 1.0
-"""For the sidecar to notice that an engine has just been killed."""
 
 
 def open_stores(
