@@ -90,23 +90,26 @@ class StepBatch:
     """int32 ``[2, COPIES]`` each: pages to copy first, from and to. Padding copies page 0 to itself."""
 
 
-def ints_size(bucket: StepBucket, width: int) -> int:
-    """Length of ``StepBatch.ints``: tables ``[N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens ``[B*Q]``."""
-    return bucket.rows * (width + 2) + bucket.tokens
+def ints_size(bucket: StepBucket, groups: int, width: int) -> int:
+    """Length of ``StepBatch.ints``: tables ``[groups, N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens
+    ``[B*Q]``."""
+    return bucket.rows * (groups * width + 2) + bucket.tokens
 
 
-def split_ints(ints, bucket: StepBucket, width: int):
+def split_ints(ints, bucket: StepBucket, groups: int, width: int):
     """Views (tables, spans, slots, tokens) of ``ints``; works on numpy and on traced arrays alike."""
     rows = bucket.rows
-    a, b, c = rows * width, rows * (width + 2), rows * (width + 2) + bucket.decodes
-    return ints[:a].reshape(rows, width), ints[a:b].reshape(2, rows), ints[b:c], ints[c:]
+    a, b = rows * groups * width, rows * (groups * width + 2)
+    c = b + bucket.decodes
+    return ints[:a].reshape(groups, rows, width), ints[a:b].reshape(2, rows), ints[b:c], ints[c:]
 
 
 class Packer:
     """Keeps page tables and sampling rows of every slot, and gathers a step's rows from them.
 
-    ``width`` is the pages of the longest sequence; slot ``max_num_seqs`` is the dump that padding rows write to.
-    ``stop_ids`` are the model's end-of-sequence tokens. ``marks`` is there where the engine marks.
+    ``width`` is the pages of the longest sequence, ``groups`` how many tables it has; slot ``max_num_seqs`` is the dump
+    that padding rows write to. ``stop_ids`` are the model's end-of-sequence tokens. ``marks`` is there where the engine
+    marks.
     """
 
     def __init__(
@@ -116,16 +119,18 @@ class Packer:
         width: int,
         max_num_seqs: int,
         vocab_size: int,
+        groups: int = 1,
         stop_ids: tuple[int, ...] = (),
         marks: MarkSlots | None = None,
     ):
         self.buckets = buckets
+        self.groups = groups
         self.width = width
         self.dump = max_num_seqs
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
         self.marks = marks
-        self.tables = np.zeros((max_num_seqs + 1, width), np.int32)
+        self.tables = np.zeros((groups, max_num_seqs + 1, width), np.int32)
         self.choice = np.zeros((max_num_seqs + 1, len(CHOICE_FIELDS)), np.int32)
         self.choice[:, _COLUMN["slot"]] = np.arange(max_num_seqs + 1)
         self.owner: list[tuple[Sequence, int] | None] = [None] * (max_num_seqs + 1)
@@ -139,8 +144,8 @@ class Packer:
         block = self.buckets.block
         bucket = self.buckets.step(len(decodes), sum(-(-c.count // block) for c in chunks))
         slot_rows, mark_rows = self._refresh(plan)
-        ints = np.zeros(ints_size(bucket, self.width), np.int32)
-        tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
+        ints = np.zeros(ints_size(bucket, self.groups, self.width), np.int32)
+        tables, spans, slots, tokens = split_ints(ints, bucket, self.groups, self.width)
         slots[:] = self.dump
         picks = np.zeros(self.buckets.sample_rows(bucket), np.int32)
         rows = np.full(len(picks), self.dump)
@@ -149,7 +154,7 @@ class Packer:
         if decodes:
             mine = np.fromiter((s.slot for s in decodes), np.int32, sampled)
             computed = np.fromiter((s.computed for s in decodes), np.int32, sampled)
-            tables[:sampled] = self.tables[mine]
+            tables[:, :sampled] = self.tables[:, mine]
             spans[0, :sampled] = computed - 1
             spans[1, :sampled] = 1
             slots[:sampled] = mine
@@ -161,7 +166,7 @@ class Packer:
         for chunk in chunks:
             seq, blocks = chunk.seq, -(-chunk.count // block)
             where = slice(bucket.decodes + row, bucket.decodes + row + blocks)
-            tables[where] = self.tables[seq.slot]
+            tables[:, where] = self.tables[:, seq.slot, None]
             starts = np.arange(blocks, dtype=np.int32) * block
             spans[0, where] = chunk.start + starts
             spans[1, where] = np.minimum(chunk.count - starts, block)
@@ -223,7 +228,7 @@ class Packer:
                     marks.append((slot, mark))
             done = self.written[slot]
             if done < len(seq.pages):
-                self.tables[slot, done : len(seq.pages)] = seq.pages[done:]
+                self.tables[0, slot, done : len(seq.pages)] = seq.pages[done:]
                 self.written[slot] = len(seq.pages)
         return rows, marks
 

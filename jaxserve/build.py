@@ -13,9 +13,8 @@ import checkpoints
 from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
-from jaxserve.cache_spec import FP8, CacheSpec
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.declare import declare, parallel_of, resolve_dtype
+from jaxserve.declare import declare, declare_cache, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
 from jaxserve.host_tier import HostTier
@@ -29,7 +28,7 @@ from jaxserve.progress import Progress
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
-from jaxserve.sharding import head_layout, make_mesh
+from jaxserve.sharding import make_mesh
 from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
@@ -117,6 +116,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         width=programs.width,
         max_num_seqs=limits.max_num_seqs,
         vocab_size=programs.vocab,
+        groups=programs.groups,
         stop_ids=tuple(eos),
         marks=marks,
     )
@@ -187,11 +187,9 @@ def size(
     max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
     buckets = Buckets.make(max_num_seqs, config.max_num_batched_tokens or (8192 if gpu else 512))
     longest = _max_model_len(config, model)
-    layout = head_layout(model.num_heads, model.num_kv_heads, config.tensor_parallel)
-    kept = kv_dtype(config, dtype)
-    cache = CacheSpec("paged", tuple(range(model.num_layers)), layout.kv_heads, model.head_dim, kept)
+    cache = declare_cache(model, config, dtype)
     per_program = 0 if gpu and config.layers_per_program is None else config.layers_per_program
-    page_bytes = cache.token_bytes * config.page_size // config.tensor_parallel
+    page_bytes = cache.device_bytes(config.tensor_parallel) * config.page_size
     host_bytes = memory.host_budget(config, gpu=gpu)
     if host_bytes and not gpu:
         memory.reuse_freed_blocks()
@@ -258,13 +256,6 @@ def mark_spec(config: EngineConfig, max_model_len: int) -> MarkSpec | None:
     """How the programs mark; None where there is nothing to mark with, or it is switched off."""
     mark = config.watermark
     return None if mark is None or mark.mode == "off" else MarkSpec.of(mark, max_model_len)
-
-
-def kv_dtype(config: EngineConfig, dtype: str) -> str:
-    """What the pages are made of. Raises ``ConfigError`` where the model has nothing that a format is for."""
-    if config.kv_cache_dtype == "fp8_ds_mla":
-        raise ConfigError("kv_cache_dtype fp8_ds_mla is for latents; this model keeps keys and values of heads: fp8")
-    return FP8 if config.kv_cache_dtype == "fp8" else dtype
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -398,8 +389,7 @@ def _describe(
     page = programs.cache.token_bytes * config.page_size
     report.add(
         "kv cache",
-        kind=programs.cache.kind,
-        dtype="fp8 (e4m3, a scale for each token and head)" if programs.cache.dtype == FP8 else programs.cache.dtype,
+        dtype=programs.cache.dtypes,
         bytes_per_token=programs.cache.token_bytes,
         pages=limits.num_pages - 1,
         tokens_that_fit=(limits.num_pages - 1) * config.page_size,

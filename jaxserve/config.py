@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.layer_spec import LayerSpec
+from jaxserve.layer_spec import Latent, LayerSpec, Mixer
+from jaxserve.rope import RopeConfig
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,9 +30,6 @@ class ModelConfig:
     model_type: str
     vocab_size: int  # V
     hidden_size: int  # E
-    num_heads: int  # H
-    num_kv_heads: int  # K
-    head_dim: int  # D
     layers: tuple[LayerSpec, ...]  # L of them
     norm_eps: float
     max_position: int
@@ -46,6 +44,23 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The distinct ones."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The distinct ones."""
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers))
+
+    @property
+    def handed_on(self) -> int | None:
+        """How many tokens an indexer chooses, where later layers use its choice; None: there are no such layers."""
+        if not any(isinstance(mixer, Latent) and mixer.takes_choice for mixer in self.mixers):
+            return None
+        return max(m.indexer.top_k for m in self.mixers if isinstance(m, Latent) and m.indexer is not None)
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:

@@ -1,12 +1,15 @@
-"""What a checkpoint becomes in the engine: its dtype, and its weights' declaration, checked against its tensors."""
+"""What a checkpoint becomes in the engine: its dtype, its weights' declaration, checked against its tensors, and its
+cache."""
 
 import dataclasses
 
 import checkpoints
 from jaxserve import models, params, quantization
+from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, LayerCache
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.layer_spec import Attention
 from jaxserve.models.weights import IGNORED_TENSORS, param_specs
-from jaxserve.sharding import HeadLayout, Parallel, head_layout
+from jaxserve.sharding import HeadLayout, Parallel
 
 
 def parallel_of(config: EngineConfig) -> Parallel:
@@ -47,10 +50,27 @@ def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoi
     return specs
 
 
+def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> CacheSpec:
+    """What the layers keep. ``dtype`` is the engine's. Raises ``ConfigError`` where the model has nothing that the
+    ``kv_cache_dtype`` asked for is made for."""
+    planes = []
+    for layer in model.layers:
+        mixer = layer.mixer
+        assert isinstance(mixer, Attention)
+        if config.kv_cache_dtype == "fp8_ds_mla":
+            raise ConfigError(
+                "kv_cache_dtype fp8_ds_mla is for latents; this model keeps keys and values of heads: fp8"
+            )
+        kept = FP8 if config.kv_cache_dtype == "fp8" else dtype
+        layout = HeadLayout.of(mixer, config.tensor_parallel)
+        planes.append((HeadPages(layout.kv_source, mixer.head_dim, kept),))
+    return CacheSpec(tuple(planes), tuple(LayerCache(number, 0) for number in range(model.num_layers)), (None,))
+
+
 def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:
-    def layout(parallel: Parallel) -> tuple[HeadLayout, list[tuple[int, ...]]]:
+    def layout(parallel: Parallel) -> tuple[list[HeadLayout], list[tuple[int, ...]]]:
         specs = param_specs(model, models.FAMILIES[model.model_type], parallel, ())
-        return head_layout(model.num_heads, model.num_kv_heads, parallel.devices), params.shapes(specs)
+        return [HeadLayout.of(mixer, parallel.devices) for mixer in model.mixers], params.shapes(specs)
 
     if layout(saved) != layout(wanted):
         raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.records import checksum, checksums
+from jaxserve.records import checksum, checksums, nbytes, ready
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ SIZES = (16, 8, 4, 2, 1)
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Records on the host. ``data`` is the runner's: an array ``[records, ...]``, None until the spill is launched."""
+    """Records on the host. ``data`` is the runner's (see ``records``), None until the spill is launched."""
 
     keys: list[bytes]
     data: Any = None
@@ -36,11 +36,11 @@ class Block:
     @property
     def ready(self) -> bool:
         """Whether the data have arrived."""
-        return self.data is not None and bool(getattr(self.data, "is_ready", lambda: True)())
+        return self.data is not None and ready(self.data)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.data is None else int(self.data.nbytes)
+        return 0 if self.data is None else nbytes(self.data)
 
 
 def sizes(count: int) -> list[int]:

@@ -13,6 +13,9 @@ from jaxserve.rope import RopeConfig
 class Attention:
     """Grouped-query attention over pages of keys and values."""
 
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # D
     rope: RopeConfig
     window: int | None = None
     """Tokens a query sees, itself included; None sees all."""
@@ -26,6 +29,54 @@ class Attention:
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: bool = False
     """Every head has a learned score that takes part in the softmax and mixes in nothing."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses which earlier tokens latent attention looks at (DeepSeek V3.2's lightning indexer).
+
+    A token's score is ``sum_h w_h * relu(q_h . k) / sqrt(dim)``; the ``top_k`` best are attended to.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    pairs: bool = False
+    """Rope turns channels 2i and 2i + 1 together, not i and i + dim / 2."""
+    eps: float = 1e-6
+    """Of the norm over keys."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek V2): keys and values of all heads are made from one latent a token."""
+
+    heads: int  # H
+    rank: int  # R
+    nope: int
+    """Channels of a query or key that are not rotated; ``rope.dim`` follow that are."""
+    value: int
+    """Channels of a value."""
+    rope: RopeConfig
+    scale: float
+    """Scores are multiplied by it."""
+    q_rank: int | None = None
+    """Queries are made from a latent too, of this size."""
+    pairs: bool = True
+    """Rope turns channels 2i and 2i + 1 together, not i and i + dim / 2."""
+    eps: float = 1e-6
+    """Of the norms over latents."""
+    indexer: Indexer | None = None
+    """Chooses what is attended to; None: everything is."""
+    takes_choice: bool = False
+    """It attends to what the last layer before it that has an indexer has chosen."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+
+Mixer = Attention | Latent
 
 
 @dataclass(frozen=True)
@@ -92,7 +143,7 @@ class Moe:
 class LayerSpec:
     """What distinguishes one decoder layer from the next."""
 
-    mixer: Attention
+    mixer: Mixer
     ffn: Dense | Moe
     sandwich: bool = False
     """What attention and feed-forward part bring passes a norm of its own before it is added."""

@@ -1,7 +1,6 @@
 """The small building blocks: linear maps, norms and rotary embedding. Pure functions; activations are float32."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,21 +57,25 @@ def mlp(spec: Dense, params: dict[str, Any], x: jax.Array) -> jax.Array:
     return out + params["down_bias"] if spec.bias else out
 
 
-def rope_table(ropes: Sequence[RopeConfig], positions: jax.Array) -> jax.Array:
-    """cos and sin of every distinct rope: float32 ``[len(ropes), 2, T, dim / 2]`` for int32 positions ``[T]``."""
-
-    def one(rope: RopeConfig) -> jax.Array:
-        angle = positions.astype(jnp.float32)[:, None] * rope.inv_freq()
-        return jnp.stack([jnp.cos(angle), jnp.sin(angle)]) * rope.attention_factor
-
-    return jnp.stack([one(rope) for rope in ropes])
+def rope_table(rope: RopeConfig, positions: jax.Array) -> jax.Array:
+    """cos and sin, float32 ``[2, T, dim / 2]``, for int32 positions ``[T]``."""
+    angle = positions.astype(jnp.float32)[:, None] * rope.inv_freq()
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)]) * rope.attention_factor
 
 
-def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Rotate the first channels of ``x [T, heads, ..., D]`` by ``table [2, T, dim / 2]``, halves paired."""
+def rotate(x: jax.Array, table: jax.Array, *, pairs: bool = False) -> jax.Array:
+    """Rotate the first channels of ``x [T, heads, ..., D]`` by ``table [2, T, dim / 2]``.
+
+    Channel i turns with channel i + dim / 2, or, in ``pairs``, channel 2i with 2i + 1; those come out with the first of
+    every pair in the first half: rotated so, queries and keys meet as they should.
+    """
     half = table.shape[-1]
     cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), half) for t in table)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if pairs:
+        a, b = turning[..., ::2], turning[..., 1::2]
+    else:
+        a, b = turning[..., :half], turning[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 

@@ -7,7 +7,6 @@ runs the same functions.
 """
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,17 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import decoder, sampler
+from jaxserve import decoder, sampler, transfers
 from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
-from jaxserve.cache_spec import CacheSpec
+from jaxserve.cache_spec import CacheSpec, LayerCache, Pages
 from jaxserve.config import ModelConfig
+from jaxserve.context import Context, Hidden, Selected, context, hidden
 from jaxserve.executables import Program
 from jaxserve.host_tier import SIZES
 from jaxserve.layer_spec import LayerSpec
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
-from jaxserve.sharding import head_layout, sharding
+from jaxserve.sharding import sharding
 from jaxserve.watermark import marking
 from jaxserve.watermark.slots import ROW, MarkSpec
 
@@ -38,8 +38,12 @@ class Segment:
 
     first: int
     specs: tuple[LayerSpec, ...]
+    planes: tuple[int, ...]
+    """The planes of the cache that they use."""
+    places: tuple[LayerCache, ...]
+    """Of each layer, its plane as a number in ``planes``, and its group."""
     kind: int
-    """Segments of equal kind have equal specs, and share a program."""
+    """Segments of equal kind have equal specs, caches and places, and share a program."""
 
     @property
     def indices(self) -> range:
@@ -50,11 +54,17 @@ DECODE_LAYERS = 6
 """Layers a program on a CPU in steps without prompt tokens (measured: 8 rows take 36 ms a step instead of 45)."""
 
 
-def cut_layers(cfg: ModelConfig, size: int) -> tuple[Segment, ...]:
+def cut_layers(cfg: ModelConfig, cache: CacheSpec, size: int) -> tuple[Segment, ...]:
     """Cut the layers into calls of at most ``size`` layers."""
-    parts = [cfg.layers[i : i + size] for i in range(0, cfg.num_layers, size)]
-    kinds = list(dict.fromkeys(parts))
-    return tuple(Segment(i * size, part, kinds.index(part)) for i, part in enumerate(parts))
+    parts, kinds = [], []
+    for first in range(0, cfg.num_layers, size):
+        specs, layers = cfg.layers[first : first + size], cache.layers[first : first + size]
+        planes = tuple(dict.fromkeys(layer.plane for layer in layers))
+        places = tuple(LayerCache(planes.index(layer.plane), layer.group) for layer in layers)
+        kind = (specs, places, tuple(cache.planes[plane] for plane in planes))
+        kinds += [] if kind in kinds else [kind]
+        parts.append(Segment(first, specs, planes, places, kinds.index(kind)))
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class ProgramSet:
         size = self.layers_per_program
         if size is None:
             size = 1 if bucket.blocks else DECODE_LAYERS
-        return cut_layers(self.cfg, size or self.cfg.num_layers)
+        return cut_layers(self.cfg, self.cache, size or self.cfg.num_layers)
 
     def array(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> Abstract:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(self.mesh, axes))
@@ -94,11 +104,19 @@ class ProgramSet:
         """Abstract parameters."""
         return abstract(self.specs, self.dtype, self.mesh)
 
+    def pages(self, kind: Pages) -> Abstract:
+        """Abstract pages of one array of a plane."""
+        return self.array((self.num_pages, *kind.page(self.page_size)), kind.dtype, (None, *kind.axes))
+
+    @cached_property
+    def kv(self) -> list[tuple[Abstract, ...]]:
+        """Abstract pages of all planes."""
+        return [tuple(self.pages(kind) for kind in plane) for plane in self.cache.planes]
+
     @property
-    def kv(self) -> Abstract:
-        """Abstract pages of one layer."""
-        shape = self.cache.pages_shape(self.num_pages, self.page_size)
-        return self.array(shape, self.cache.dtype, self.cache.pages_axes)
+    def groups(self) -> int:
+        """Groups of layers, each with pages of its own."""
+        return len(self.cache.windows)
 
     @property
     def last_token(self) -> Abstract:
@@ -130,20 +148,27 @@ class ProgramSet:
     def hidden(self, rows: int) -> Abstract:
         return self.array((rows, self.cfg.hidden_size), jnp.float32)
 
-    def context(self, bucket: StepBucket) -> decoder.Context:
-        half = self.cfg.layers[0].mixer.rope.dim // 2
-        ropes = len(decoder.ropes(self.cfg))
-        return decoder.Context(
-            self.array((ropes, 2, bucket.tokens, half), jnp.float32),
-            self.array((3, bucket.tokens), jnp.int32),
-            self.array((bucket.rows, self.width), jnp.int32),
+    def context(self, bucket: StepBucket) -> Context:
+        return Context(
+            tuple(self.array((2, bucket.tokens, rope.dim // 2), jnp.float32) for rope in self.cfg.ropes),
+            self.array((self.groups, bucket.tokens), jnp.int32),
+            self.array((bucket.tokens,), jnp.int32),
+            self.array((self.groups, bucket.rows, self.width), jnp.int32),
             self.array((2, bucket.rows), jnp.int32),
         )
 
+    def between(self, bucket: StepBucket) -> Hidden:
+        """What passes from layer to layer."""
+        x = self.hidden(bucket.tokens)
+        if (chosen := self.cfg.handed_on) is None:
+            return Hidden(x)
+        return Hidden(
+            x, Selected(self.array((bucket.tokens, chosen), jnp.int32), self.array((bucket.tokens,), jnp.int32))
+        )
+
     def zeros(self) -> Program:
-        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by layer, marks)."""
-        kv = [self.kv] * self.cfg.num_layers
-        shapes = (self.last_token, self.slot_state, kv, self.mark_state)
+        """Makes the state of an engine that has run nothing: (last tokens, slots, pages by plane, marks)."""
+        shapes = (self.last_token, self.slot_state, self.kv, self.mark_state)
 
         def zeros():
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -162,8 +187,8 @@ class ProgramSet:
             yield from self.heads(rows)
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
-        kv = [self.kv] * self.cfg.num_layers
-        yield self._program("copy", decoder.copy_pages, (kv, self.array((2, COPIES), jnp.int32)), (0,), kv)
+        pairs = self.array((2, COPIES), jnp.int32)
+        yield self._program("copy", transfers.copy_pages, (self.kv, pairs), (0,), self.kv)
         if self.host_tier:
             for records in SIZES:
                 yield from self.transfers(records)
@@ -187,70 +212,64 @@ class ProgramSet:
         return names
 
     @property
-    def record_shape(self) -> tuple[int, ...]:
-        """A page of all layers on the host, the same for any number of devices: ``[L, 2, K, ...]``."""
-        _, parts, _, *head = self.kv.shape
-        return (self.cfg.num_layers, parts, self.cfg.num_kv_heads, *head)
+    def record_shapes(self) -> list[tuple[int, ...]]:
+        """A page of all planes on the host, the same for any number of devices (see ``transfers``)."""
+        arrays = list(self.cache.arrays)
+        return [(arrays.count(kind), *kind.record(self.page_size)) for kind in self.cache.kinds]
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.record_shape) * jnp.dtype(self.cache.dtype).itemsize
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.block(1))
 
-    @property
-    def _kv_source(self) -> tuple[tuple[int, ...], bool]:
-        """Which of the model's KV heads each of ours is, and whether they are the same."""
-        layout = head_layout(self.cfg.num_heads, self.cfg.num_kv_heads, self.mesh.size).kv_source
-        return layout, layout == tuple(range(self.cfg.num_kv_heads))
+    def block(self, records: int) -> tuple[Abstract, ...]:
+        """Records in pinned host memory (see ``transfers``)."""
 
-    def block(self, records: int) -> Abstract:
-        """Records in pinned host memory, ``[N, L, 2, K, ...]``."""
-        axes = (None, None, None, "kv_heads" if self._kv_source[1] else None)
-        host = sharding(self.mesh, axes).with_memory_kind("pinned_host")
-        return jax.ShapeDtypeStruct((records, *self.record_shape), jnp.dtype(self.cache.dtype), sharding=host)
+        def part(kind: Pages, shape: tuple[int, ...]) -> Abstract:
+            host = sharding(self.mesh, (None, None, *kind.axes) if kind.plain else ()).with_memory_kind("pinned_host")
+            return jax.ShapeDtypeStruct((records, *shape), jnp.dtype(kind.dtype), sharding=host)
+
+        return tuple(part(kind, shape) for kind, shape in zip(self.cache.kinds, self.record_shapes, strict=True))
 
     def transfers(self, records: int) -> Iterator[Program]:
         """``spill N``: pages to a block of N records in host memory; ``restore N``: back."""
-        layout, plain = self._kv_source
-        out = None if plain else jnp.array([layout.index(head) for head in range(self.cfg.num_kv_heads)])
-        back = None if plain else jnp.array([max(head, 0) for head in layout])
-        kv = [self.kv] * self.cfg.num_layers
-        block = self.block(records)
+        kv, block = self.kv, self.block(records)
         pages = self.array((records,), jnp.int32)
 
-        def spill(kv: list, pages: jax.Array) -> jax.Array:
-            return decoder.spill_pages(kv, pages, out)
+        def spill(kv: transfers.KV, pages: jax.Array) -> transfers.Block:
+            return transfers.spill_pages(self.cache, self.page_size, kv, pages)
 
-        def restore(kv: list, block: jax.Array, pages: jax.Array) -> list:
-            return decoder.restore_pages(kv, block, pages, back)
+        def restore(kv: transfers.KV, block: transfers.Block, pages: jax.Array) -> transfers.KV:
+            return transfers.restore_pages(self.cache, kv, block, pages)
 
         yield self._program(f"spill {records}", spill, (kv, pages), (), block)
         yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
 
     def embed(self, bucket: StepBucket) -> Program:
-        def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, decoder.Context]:
-            tables, spans, slots, tokens = split_ints(ints, bucket, self.width)
-            ctx = decoder.context(self.cfg, bucket, self.page_size, tables, spans)
-            return decoder.embed(self.cfg, table, jnp.concatenate([last_token[slots], tokens])), ctx
+        def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[Hidden, Context]:
+            tables, spans, slots, tokens = split_ints(ints, bucket, self.groups, self.width)
+            ctx = context(self.cfg, bucket, self.page_size, tables, spans)
+            return hidden(self.cfg, decoder.embed(self.cfg, table, jnp.concatenate([last_token[slots], tokens]))), ctx
 
-        ints = self.array((ints_size(bucket, self.width),), jnp.int32)
-        out = (self.hidden(bucket.tokens), self.context(bucket))
+        ints = self.array((ints_size(bucket, self.groups, self.width),), jnp.int32)
+        out = (self.between(bucket), self.context(bucket))
         return self._program(f"embed {bucket}", embed, (self.params["embed"], self.last_token, ints), (), out)
 
     def layers(self, bucket: StepBucket, segment: Segment) -> Program:
-        specs = segment.specs
+        specs, places = segment.specs, segment.places
 
-        def layers(weights: list, kvs: list, x: jax.Array, ctx: decoder.Context) -> tuple[list, jax.Array]:
-            out = []
-            for spec, weight, kv in zip(specs, weights, kvs, strict=True):
-                x, kv = decoder.layer(self.cfg, spec, bucket, self.mesh, weight, kv, x, ctx)
-                out.append(kv)
-            return out, x
+        def layers(weights: list, kv: transfers.KV, hidden: Hidden, ctx: Context) -> tuple[transfers.KV, Hidden]:
+            kv = list(kv)
+            for spec, place, weight in zip(specs, places, weights, strict=True):
+                kv[place.plane], hidden = decoder.layer(
+                    self.cfg, spec, bucket, self.mesh, place.group, weight, kv[place.plane], hidden, ctx
+                )
+            return kv, hidden
 
         weights = [self.params["layers"][i] for i in segment.indices]
-        kvs = [self.kv for _ in specs]
-        args = (weights, kvs, self.hidden(bucket.tokens), self.context(bucket))
+        kv = [self.kv[plane] for plane in segment.planes]
+        args = (weights, kv, self.between(bucket), self.context(bucket))
         name = f"layers {bucket} {segment.kind}"
-        return self._program(name, layers, args, (1,), (kvs, args[2]), about=str(specs))
+        return self._program(name, layers, args, (1,), (kv, args[2]), about=f"{specs} {places}")
 
     def pick(self, bucket: StepBucket, rows: int) -> Program:
         args = (self.hidden(bucket.tokens), self.array((rows,), jnp.int32))

@@ -1,4 +1,7 @@
-"""The bytes of records in host memory: checksums, and canonical arrays. Imports no jax, but reads its arrays."""
+"""The bytes of records in host memory: checksums, and canonical arrays. Imports no jax, but reads its arrays.
+
+A block's data are an array ``[records, ...]``, or a tuple of them: a record is what it has in all of them.
+"""
 
 import ctypes
 import zlib
@@ -8,7 +11,7 @@ import numpy as np
 
 
 def checksums(data: Any) -> list[int]:
-    """CRC-32 of every record of a block's data ``[records, ...]``, over all its devices' parts. Waits for the data."""
+    """CRC-32 of every record of a block's data, over all its devices' parts. Waits for the data."""
     parts = _parts(data)
     sums = [0] * len(parts[0])
     for part in parts:
@@ -26,16 +29,34 @@ def checksum(data: Any, number: int) -> int:
 
 def rows(data: Any) -> np.ndarray:
     """Records in the canonical layout, as bytes ``[records, record_bytes]``. Waits for the data."""
-    array = np.ascontiguousarray(np.asarray(data))
-    return array.reshape(len(array), -1).view(np.uint8)
+    parts = [np.ascontiguousarray(np.asarray(array)) for array in _arrays(data)]
+    parts = [part.reshape(len(part), -1).view(np.uint8) for part in parts]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def ready(data: Any) -> bool:
+    """Whether the data have arrived."""
+    return all(bool(getattr(array, "is_ready", lambda: True)()) for array in _arrays(data))
+
+
+def nbytes(data: Any) -> int:
+    return sum(int(array.nbytes) for array in _arrays(data))
+
+
+def _arrays(data: Any) -> tuple[Any, ...]:
+    return data if isinstance(data, tuple) else (data,)
 
 
 def _parts(data: Any) -> list[np.ndarray]:
     """What lies in memory, as bytes ``[records, bytes]`` for each device: not what jax may keep a copy of."""
-    if isinstance(data, np.ndarray):
-        return [rows(data)]
-    data.block_until_ready()
-    return [_memory(shard.data) for shard in data.addressable_shards]
+    found = []
+    for array in _arrays(data):
+        if isinstance(array, np.ndarray):
+            found.append(rows(array))
+        else:
+            array.block_until_ready()
+            found += [_memory(shard.data) for shard in array.addressable_shards]
+    return found
 
 
 def _memory(array: Any) -> np.ndarray:

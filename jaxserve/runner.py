@@ -32,8 +32,8 @@ class DeviceState:
     """int32 ``[slots + 1]``: the token each slot feeds to its next decode step."""
     slots: Any
     """``sampler.SlotState``."""
-    kv: list[jax.Array]
-    """The pages of every layer."""
+    kv: list[tuple[jax.Array, ...]]
+    """The pages of every plane."""
     mark: Any = None
     """``marking.MarkState`` where the engine marks."""
 
@@ -65,15 +65,15 @@ class Runner:
         self.compiled = compiled
         self.weights = weights
         self.head = {name: weights[name] for name in programs.head_params}
-        self.calls: dict[StepBucket, list[tuple[Compiled, list[Params], slice]]] = {}
+        self.calls: dict[StepBucket, list[tuple[Compiled, list[Params], tuple[int, ...]]]] = {}
         self.state = state
 
-    def _calls(self, bucket: StepBucket) -> list[tuple[Compiled, list[Params], slice]]:
-        """The layer calls of a step: program, weights, and which layers."""
+    def _calls(self, bucket: StepBucket) -> list[tuple[Compiled, list[Params], tuple[int, ...]]]:
+        """The layer calls of a step: program, weights, and which planes."""
         calls = []
         for segment in self.programs.segments(bucket):
-            where = slice(segment.indices.start, segment.indices.stop)
-            calls.append((self.compiled[f"layers {bucket} {segment.kind}"], self.weights["layers"][where], where))
+            weights = [self.weights["layers"][i] for i in segment.indices]
+            calls.append((self.compiled[f"layers {bucket} {segment.kind}"], weights, segment.planes))
         return calls
 
     def launch(self, batch: StepBatch) -> InFlight:
@@ -88,11 +88,14 @@ class Runner:
             allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
             state.slots = state.slots._replace(allowed=allowed)
         self._move(batch)
-        x, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
+        hidden, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         if bucket not in self.calls:
             self.calls[bucket] = self._calls(bucket)
-        for call, weights, where in self.calls[bucket]:
-            state.kv[where], x = call(weights, state.kv[where], x, ctx)
+        for call, weights, planes in self.calls[bucket]:
+            kept, hidden = call(weights, [state.kv[plane] for plane in planes], hidden, ctx)
+            for plane, pages in zip(planes, kept, strict=True):
+                state.kv[plane] = pages
+        x = hidden.x
         tokens = logprobs = None
         if batch.sampled:
             tokens, logprobs = self._sample(batch, x)
@@ -114,10 +117,15 @@ class Runner:
         program = self.compiled[f"spill {len(spill.pages)}"]
         spill.block.data = program(self.state.kv, np.array(spill.pages, np.int32))
 
-    def place(self, records: np.ndarray) -> jax.Array:
+    def place(self, records: np.ndarray) -> tuple[jax.Array, ...]:
         """The data of a block: records as bytes, uint8 ``[N, record_bytes]``, in the host memory that restores read."""
-        block = self.programs.block(len(records))
-        return jax.device_put(records.view(block.dtype).reshape(block.shape), block.sharding)
+        placed, start = [], 0
+        for part in self.programs.block(len(records)):
+            size = part.size * part.dtype.itemsize // len(records)
+            data = np.ascontiguousarray(records[:, start : start + size])
+            placed.append(jax.device_put(data.view(part.dtype).reshape(part.shape), part.sharding))
+            start += size
+        return tuple(placed)
 
     def _sample(self, batch: StepBatch, x: jax.Array) -> tuple[jax.Array, Logprobs[jax.Array] | None]:
         run, state, rows = self.compiled, self.state, len(batch.picks)

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.layer_spec import Mixer
+
 DEVICES = ("expert", "tensor")
 """The mesh axes: groups of devices that hold different experts, and the devices of a group."""
 
@@ -91,6 +93,11 @@ class HeadLayout:
     @property
     def group(self) -> int:
         return len(self.q_source[0])
+
+    @classmethod
+    def of(cls, mixer: Mixer, devices: int) -> "HeadLayout":
+        """A layer's heads over the devices."""
+        return head_layout(mixer.heads, mixer.kv_heads, devices)
 
 
 def head_layout(num_heads: int, num_kv_heads: int, tensor_parallel: int) -> HeadLayout:

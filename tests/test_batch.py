@@ -125,9 +125,9 @@ def test_every_row_points_at_its_own_pages_and_tokens(seed: int, depth: int, pag
     count = 0
     for plan, batch, _ in steps(seed, depth, pages):
         count += 1
-        tables, spans, slots, tokens = split_ints(batch.ints, batch.bucket, WIDTH)
+        tables, spans, slots, tokens = split_ints(batch.ints, batch.bucket, 1, WIDTH)
         assert batch.ints.dtype == np.int32
-        assert len(batch.ints) == ints_size(batch.bucket, WIDTH)
+        assert len(batch.ints) == ints_size(batch.bucket, 1, WIDTH)
         decodes, rows = batch.bucket.decodes, batch.bucket.rows
         expected: list[tuple[Sequence, int, int] | None] = [(s, s.computed - 1, 1) for s in plan.decodes]
         expected += [None] * (decodes - len(plan.decodes))
@@ -142,7 +142,7 @@ def test_every_row_points_at_its_own_pages_and_tokens(seed: int, depth: int, pag
                 continue
             seq, start, length = want
             used = seq.pages[: -(-(start + length) // PAGE)]
-            assert tables[row, : len(used)].tolist() == used
+            assert tables[0, row, : len(used)].tolist() == used
             assert spans[:, row].tolist() == [start, length]
             if row < decodes:
                 assert slots[row] == seq.slot

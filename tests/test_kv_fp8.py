@@ -8,7 +8,7 @@ from test_parity import Spy
 from tiny import LIMITS, idle, reference, tiny
 
 import jaxserve
-from jaxserve.cache_spec import FP8, CacheSpec
+from jaxserve.cache_spec import FP8, HeadPages
 from jaxserve.config import ConfigError
 from pallas_kernels.codecs import records
 from pallas_kernels.kv_write import write_heads
@@ -60,10 +60,12 @@ def test_bytes_are_counted_and_reported(programs_dir: str) -> None:
         held = llm._built.runner.state.kv
         cfg = llm._built.model
     pages = LIMITS["page_size"] * (table["pages"] + 1)
-    assert table["bytes_per_token"] == 2 * cfg.num_layers * cfg.num_kv_heads * (cfg.head_dim + 4)
-    assert table["total_bytes"] == pages * table["bytes_per_token"] == sum(layer.nbytes for layer in held)
+    assert table["bytes_per_token"] == 2 * cfg.num_layers * cfg.mixers[0].kv_heads * (cfg.mixers[0].head_dim + 4)
+    assert (
+        table["total_bytes"] == pages * table["bytes_per_token"] == sum(pages.nbytes for pages in jax.tree.leaves(held))
+    )
     assert table["dtype"].startswith("fp8")
-    assert CacheSpec("paged", (0,), 2, 64, FP8).token_bytes * 2 < CacheSpec("paged", (0,), 2, 64, "float32").token_bytes
+    assert HeadPages((0, 1), 64, FP8).token_bytes * 2 < HeadPages((0, 1), 64, "float32").token_bytes
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -73,18 +75,20 @@ def test_records_come_back_bit_for_bit(devices: int, programs_dir: str) -> None:
     with tiny(programs_dir, FAMILY, **options) as llm:
         programs, compiled = llm._built.programs, llm._built.runner.compiled
         rng = np.random.default_rng(0)
-        heads = np.array(programs._kv_source[0])
-        shape = (programs.num_pages, 2, programs.cfg.num_kv_heads, *programs.kv.shape[3:])
+        (kind,) = programs.cache.kinds
+        sharding = programs.pages(kind).sharding
+        shape = (programs.num_pages, *kind.record(programs.page_size))
+        heads = np.array(kind.kv_source)
         filled = [rng.integers(0, 256, shape, np.uint8)[:, :, heads] for _ in range(programs.cfg.num_layers)]
-        kv = [jax.device_put(pages, programs.kv.sharding) for pages in filled]
-        empty = [jax.device_put(np.zeros_like(pages), programs.kv.sharding) for pages in filled]
+        kv = [(jax.device_put(pages, sharding),) for pages in filled]
+        empty = [(jax.device_put(np.zeros_like(pages), sharding),) for pages in filled]
         source, target = np.array([3, 1, 7, 2], np.int32), np.array([4, 5, 6, 8], np.int32)
         place = lambda ids: jax.device_put(ids, programs.array((4,), jnp.int32).sharding)  # noqa: E731
         block = compiled["spill 4"](kv, place(source))
-        assert block.dtype == jnp.uint8
-        assert block.nbytes == 4 * programs.record_bytes
+        assert block[0].dtype == jnp.uint8
+        assert block[0].nbytes == 4 * programs.record_bytes
         back = compiled["restore 4"](empty, block, place(target))
-        for before, after in zip(filled, back, strict=True):
+        for before, (after,) in zip(filled, back, strict=True):
             np.testing.assert_array_equal(np.asarray(after)[target], before[source])
 
 

@@ -77,15 +77,13 @@ def decoder_config(
     rope = rope or _same(read_rope(hf, head_dim))
 
     def layer(number: int) -> LayerSpec:
-        return LayerSpec(Attention(rope(number), window(number), **traits), ffn(number), sandwich)
+        heads_and_rope = (heads, kv_heads, head_dim, rope(number))
+        return LayerSpec(Attention(*heads_and_rope, window(number), **traits), ffn(number), sandwich)
 
     return ModelConfig(
         model_type=hf["model_type"],
         vocab_size=int(need(hf, "vocab_size")),
         hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         layers=tuple(layer(number) for number in range(int(need(hf, "num_hidden_layers")))),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         max_position=int(need(hf, "max_position_embeddings")),

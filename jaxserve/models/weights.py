@@ -10,7 +10,7 @@ from jaxserve.layer_spec import Attention, Dense, LayerSpec, Moe
 from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
-from jaxserve.sharding import HeadLayout, Parallel, head_layout, pad_to_multiple
+from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
 
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some checkpoints carry and no model needs."""
@@ -28,6 +28,7 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
 
     def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
         prefix = f"model.layers.{number}."
+        assert isinstance(spec.mixer, Attention)
         specs = _norms(cfg, spec, prefix, plus) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.", plus)
         if isinstance(spec.ffn, Moe):
             return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
@@ -67,28 +68,28 @@ def _dense(cfg: ModelConfig, spec: Dense, parallel: Parallel, prefix: str) -> di
 
 
 def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: str, plus: float) -> dict[str, ParamSpec]:
-    layout = head_layout(cfg.num_heads, cfg.num_kv_heads, parallel.devices)
+    layout = HeadLayout.of(spec, parallel.devices)
     specs = {
-        "qkv": _qkv(cfg, layout, prefix, "weight", (cfg.hidden_size,)),
-        "o": _output(cfg, layout, prefix + "o_proj.weight"),
+        "qkv": _qkv(spec, layout, prefix, "weight", (cfg.hidden_size,)),
+        "o": _output(cfg.hidden_size, spec, layout, prefix + "o_proj.weight"),
     }
     if spec.qkv_bias:
-        specs["qkv_bias"] = _qkv(cfg, layout, prefix, "bias", ())
+        specs["qkv_bias"] = _qkv(spec, layout, prefix, "bias", ())
     if spec.o_bias:
         specs["o_bias"] = vector(prefix + "o_proj.bias", cfg.hidden_size)
     if spec.sinks:
-        specs["sinks"] = _sinks(cfg, layout, prefix + "sinks")
+        specs["sinks"] = _sinks(spec, layout, prefix + "sinks")
     if spec.qk_norm:
-        specs["q_norm"] = vector(prefix + "q_norm.weight", cfg.head_dim, plus)
-        specs["k_norm"] = vector(prefix + "k_norm.weight", cfg.head_dim, plus)
+        specs["q_norm"] = vector(prefix + "q_norm.weight", spec.head_dim, plus)
+        specs["k_norm"] = vector(prefix + "k_norm.weight", spec.head_dim, plus)
     return specs
 
 
-def _qkv(cfg: ModelConfig, layout: HeadLayout, prefix: str, kind: str, tail: tuple[int, ...]) -> ParamSpec:
+def _qkv(spec: Attention, layout: HeadLayout, prefix: str, kind: str, tail: tuple[int, ...]) -> ParamSpec:
     """q, k and v fused as ``[K, group + 2, D, ...]``: a KV head beside its query heads, so that one axis shards all."""
     names = [f"{prefix}{p}_proj.{kind}" for p in "qkv"]
-    dim = cfg.head_dim
-    counts = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+    dim = spec.head_dim
+    counts = (spec.heads, spec.kv_heads, spec.kv_heads)
 
     def fill(source: Source, index: Index) -> np.ndarray:
         kept = range(index[0].start, index[0].stop)
@@ -116,7 +117,7 @@ def _heads(source: Source, name: str, heads: list[int], dim: int) -> np.ndarray:
     return out
 
 
-def _sinks(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
+def _sinks(spec: Attention, layout: HeadLayout, name: str) -> ParamSpec:
     """A score a query head, float32 ``[K, group]``."""
 
     def fill(source: Source, index: Index) -> np.ndarray:
@@ -124,18 +125,18 @@ def _sinks(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
         return data[np.array(layout.q_source[index[0].start : index[0].stop])]
 
     shape = (layout.kv_heads, layout.group)
-    return ParamSpec(shape, ("kv_heads", None), {name: (cfg.num_heads,)}, fill, dtype="float32")
+    return ParamSpec(shape, ("kv_heads", None), {name: (spec.heads,)}, fill, dtype="float32")
 
 
-def _output(cfg: ModelConfig, layout: HeadLayout, name: str) -> ParamSpec:
+def _output(hidden: int, spec: Attention, layout: HeadLayout, name: str) -> ParamSpec:
     """The output projection ``[E, K, group, D]``, columns in the order of the physical heads."""
-    shape = (cfg.hidden_size, cfg.num_heads * cfg.head_dim)
+    shape = (hidden, spec.heads * spec.head_dim)
 
     def fill(source: Source, index: Index) -> np.ndarray:
-        data = source.read(name).reshape(cfg.hidden_size, cfg.num_heads, cfg.head_dim)
+        data = source.read(name).reshape(hidden, spec.heads, spec.head_dim)
         data = np.concatenate([data, np.zeros_like(data[:, :1])], axis=1)  # head -1 is this last, zero one
         wanted = np.array(layout.q_source[index[1].start : index[1].stop])
         return data[:, wanted]
 
-    full = (cfg.hidden_size, layout.kv_heads, layout.group, cfg.head_dim)
+    full = (hidden, layout.kv_heads, layout.group, spec.head_dim)
     return ParamSpec(full, (None, "kv_heads", None, None), {name: shape}, fill, inputs=3)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.config import ModelConfig
 from jaxserve.params import Specs
-from jaxserve.sharding import head_layout
+from jaxserve.sharding import HeadLayout
 
 ROLES = ("target", "draft")
 Fields = dict[str, Any]
@@ -18,7 +18,7 @@ Fields = dict[str, Any]
 
 def fields(model: ModelConfig, dtype: str, tensor_parallel: int, specs: Specs, role: str) -> Fields:
     """The key of weights as JSON values, the files they come from aside."""
-    layout = head_layout(model.num_heads, model.num_kv_heads, tensor_parallel)
+    layouts = [HeadLayout.of(mixer, tensor_parallel) for mixer in model.mixers]
     about = {f"model.{field.name}": getattr(model, field.name) for field in dataclasses.fields(model)}
     about["model.layers"] = [dataclasses.asdict(layer) for layer in model.layers]
     made = {
@@ -27,8 +27,8 @@ def fields(model: ModelConfig, dtype: str, tensor_parallel: int, specs: Specs, r
         "own_head": "head" in specs,
         "dtype": dtype,
         "tensor_parallel": tensor_parallel,
-        "heads.kv_source": layout.kv_source,
-        "heads.q_source": layout.q_source,
+        "heads.kv_source": [layout.kv_source for layout in layouts],
+        "heads.q_source": [layout.q_source for layout in layouts],
         "layout_version": layout_version(),
     }
     return json.loads(json.dumps(made, sort_keys=True))  # tuples become lists, as they are on the wire

@@ -1,0 +1,64 @@
+"""Grouped-query attention over pages of keys and values: projections, rope, cache write, attention, output."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import StepBucket
+from jaxserve.config import ModelConfig
+from jaxserve.context import Context
+from jaxserve.layer_spec import Attention
+from jaxserve.layers import linear, query_scale, rms_norm, rotate
+from jaxserve.params import Params
+from pallas_kernels.kv_write import write_heads
+from pallas_kernels.paged_attention import paged_attention
+
+
+def attend(
+    cfg: ModelConfig,
+    spec: Attention,
+    bucket: StepBucket,
+    group: int,
+    params: Params,
+    pages: jax.Array,
+    x: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """What attention brings to ``x [T, E]``, and the layer's ``pages`` (see ``HeadPages``) with the step's keys and
+    values in them. ``group`` is the layer's group of the cache."""
+    tokens = x.shape[0]
+    fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
+    if spec.qkv_bias:
+        fused = fused + params["qkv_bias"]
+    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    if spec.qk_norm:
+        q, k = rms_norm(q, params["q_norm"], cfg.norm_eps), rms_norm(k, params["k_norm"], cfg.norm_eps)
+    table = ctx.rope[cfg.ropes.index(spec.rope)]
+    q, k = rotate(q, table), rotate(k, table)
+    if spec.rope.query_scale_beta:
+        q = q * query_scale(spec.rope, ctx.position)[:, None, None, None]
+    pages = write_heads(pages, k, v, ctx.slots[group])
+
+    def part(q: jax.Array, first: int, last: int) -> jax.Array:
+        starts, counts = ctx.spans[:, first:last]
+        rows = q.reshape(last - first, -1, *q.shape[1:])
+        out = paged_attention(
+            rows,
+            pages,
+            ctx.tables[group, first:last],
+            starts,
+            counts,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=params["sinks"] if spec.sinks else None,
+        )
+        return out.reshape(q.shape)
+
+    parts = []
+    if bucket.decodes:
+        parts.append(part(q[: bucket.decodes], 0, bucket.decodes))
+    if bucket.blocks:
+        parts.append(part(q[bucket.decodes :], bucket.decodes, bucket.rows))
+    mixed = jnp.concatenate(parts).reshape(tokens, -1)
+    out = linear(mixed, params["o"], inputs=3)
+    return out + params["o_bias"] if spec.o_bias else out, pages

@@ -1,0 +1,64 @@
+"""What the layers of a step share, and what passes from one to the next. Pure functions.
+
+A step holds R decode rows (one token each) followed by B blocks of Q prompt tokens (a block belongs to one sequence):
+T = R + B * Q tokens, N = R + B rows with page tables.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import StepBucket
+from jaxserve.config import ModelConfig
+from jaxserve.layers import rope_table
+
+
+class Context(NamedTuple):
+    """What the layers share in a step; ``groups`` are those of the cache."""
+
+    rope: tuple[jax.Array, ...]  # float32 [2, T, dim / 2]: cos and sin of each of the model's ropes
+    slots: jax.Array  # int32 [groups, T]: page * G + offset that each token is written to; -1: padding
+    position: jax.Array  # int32 [T]
+    tables: jax.Array  # int32 [groups, N, W]: pages of each row's sequence
+    spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
+
+    @property
+    def real(self) -> jax.Array:
+        """bool ``[T]``: whether it is a token, not padding."""
+        return self.slots[0] >= 0
+
+
+class Selected(NamedTuple):
+    """Which earlier tokens each token attends to, where an indexer chooses them."""
+
+    positions: jax.Array  # int32 [T, k]: the chosen ones first, then -1
+    counts: jax.Array  # int32 [T]: how many they are
+
+
+class Hidden(NamedTuple):
+    """What a layer hands to the next."""
+
+    x: jax.Array  # float32 [T, E]
+    selected: Selected | None = None  # where layers use the choice of one before them
+
+
+def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
+    """Positions and page slots of every token, from the rows' page tables and spans."""
+    starts, counts = spans
+    rows, blocks = bucket.decodes, bucket.blocks
+    row = jnp.concatenate([jnp.arange(rows), rows + jnp.repeat(jnp.arange(blocks), bucket.block)])
+    offset = jnp.concatenate([jnp.zeros(rows, jnp.int32), jnp.tile(jnp.arange(bucket.block), blocks)])
+    position = (starts[row] + offset).astype(jnp.int32)
+    real = offset < counts[row]
+    page = tables[:, row, jnp.minimum(position // page_size, tables.shape[2] - 1)]
+    slots = jnp.where(real, page * page_size + position % page_size, -1)
+    return Context(tuple(rope_table(rope, position) for rope in cfg.ropes), slots, position, tables, spans)
+
+
+def hidden(cfg: ModelConfig, x: jax.Array) -> Hidden:
+    """What the first layer is handed: embeddings, and an empty choice."""
+    if cfg.handed_on is None:
+        return Hidden(x)
+    tokens = len(x)
+    return Hidden(x, Selected(jnp.full((tokens, cfg.handed_on), -1, jnp.int32), jnp.zeros(tokens, jnp.int32)))
