@@ -1,0 +1,111 @@
+"""The indexer of sparse attention against numpy: scores in every format, and exactly which positions are chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.codecs import records
+from pallas_kernels.indexer import best, index_scores, select
+
+G, W, HEADS, DIM = 4, 9, 3, 16
+DTYPES = ["float32", "bfloat16", "uint8"]
+
+
+def chosen(scores: np.ndarray, top_k: int) -> tuple[list[int], int]:
+    """The contract, spelled out: the best, of equal ones the first; rising; -1 behind them."""
+    order = sorted((i for i in range(len(scores)) if scores[i] > -np.inf), key=lambda i: (-scores[i], i))
+    kept = sorted(order[:top_k])
+    return kept + [-1] * (top_k - len(kept)), len(kept)
+
+
+def case(dtype: str, queries: int, seed: int = 0, heads: int = HEADS, dim: int = DIM):
+    """Rows with contexts of every length; whole scores, so that their sums are exact and ties abound."""
+    rng = np.random.default_rng(seed)
+    starts = np.array([0, 1, G - 1, G, 17, W * G - queries, 5, 0], np.int32)
+    counts = np.array([queries, queries, 1, queries, max(queries - 1, 1), queries, 0, 1], np.int32)
+    rows = len(starts)
+    q = rng.integers(-2, 3, (rows, queries, heads, dim)).astype(np.float32)
+    gates = rng.integers(-1, 3, (rows, queries, heads)).astype(np.float32)
+    keys = rng.integers(-1, 2, (rows * W + 1, G, dim)).astype(np.float32)
+    tables = 1 + rng.permutation(rows * W).reshape(rows, W).astype(np.int32)
+    for row in range(rows):  # as the engine leaves them: behind the context, page 0
+        tables[row, -(-int(starts[row] + counts[row]) // G) :] = 0
+    keys[0] = np.nan
+    if dtype == "uint8":
+        pages = records.pack_key_pages(*records.quantize_keys(keys))
+        keys = np.asarray(records.dequantize_keys(*records.quantize_keys(keys)))
+    else:
+        pages = jnp.asarray(keys, dtype)
+    scores = np.full((rows, queries, W * G), -np.inf, np.float32)
+    for row in range(rows):
+        context = keys[tables[row]].reshape(W * G, dim)
+        for i in range(counts[row]):
+            seen = context[: starts[row] + i + 1]
+            dots = np.maximum(np.einsum("hd,sd->hs", q[row, i], seen), 0)
+            scores[row, i, : len(seen)] = (gates[row, i] @ dots) * dim**-0.5
+    return (q, gates, pages, tables, starts, counts), scores
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "chunk"), [(1, None), (5, 2 * G)])
+def test_scores(dtype: str, queries: int, chunk: int | None) -> None:
+    args, expected = case(dtype, queries)
+    got = jax.jit(lambda *a: index_scores(*a, chunk=chunk))(*args)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries", "top_k", "chunk"),
+    [(1, 8, None), (5, 8, G), (5, 1, 4 * G), (5, 20, 4 * G), (1, W * G, None), (5, W * G + 5, G)],
+)
+def test_what_is_chosen(dtype: str, queries: int, top_k: int, chunk: int | None) -> None:
+    """With ties, short contexts, rows of no token; fewer positions than may be chosen, and more."""
+    args, scores = case(dtype, queries, seed=top_k)
+    positions, counts = jax.jit(lambda *a: select(*a, top_k=top_k, chunk=chunk))(*args)
+    alone, alone_counts = jax.jit(best, static_argnums=1)(jnp.asarray(scores), top_k)
+    for index in np.ndindex(scores.shape[:2]):
+        wanted, count = chosen(scores[index], top_k)
+        for got, found in ((positions, counts), (alone, alone_counts)):
+            assert got[index].tolist() == wanted, index
+            assert found[index] == count
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_best_of_anything(seed: int) -> None:
+    """Random scores of few values: many ties, both zeros, rows that see little or nothing."""
+    rng = np.random.default_rng(seed)
+    size, top_k = int(rng.integers(1, 40)), int(rng.integers(1, 50))
+    scores = rng.choice(np.array([-1, -0.0, 0.0, 0.5, 2], np.float32), (6, size))
+    for row, seen in enumerate(rng.integers(0, size + 1, 6)):
+        scores[row, seen:] = -np.inf
+    positions, counts = best(jnp.asarray(scores), top_k)
+    for row, found, count in zip(scores, positions, counts, strict=True):
+        assert (found.tolist(), int(count)) == chosen(row, top_k)
+
+
+def test_short_contexts_are_not_scored() -> None:
+    """No key is read where all are chosen anyway: were they, scores of NaN would choose nothing."""
+    (q, gates, pages, tables, _, _), _ = case("float32", 5)
+    starts, counts = np.array([0, 1, 2, 3, 0, 3, 1, 2], np.int32), np.full(8, 5, np.int32)
+    positions, _ = jax.jit(lambda *a: select(*a, top_k=8))(q, gates, pages * jnp.nan, tables, starts, counts)
+    assert positions[3, 4].tolist() == list(range(8))
+    assert positions[0, 1].tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
+
+
+def test_the_largest_heads_in_little_memory() -> None:
+    """V3.2's indexer over 64 blocks of 32 queries and 16k tokens: scores of heads would be 8 GB, those of all tokens
+    134 MB."""
+    rows, queries, heads, dim, size = 64, 32, 64, 128, 32
+    shapes = [
+        ((rows, queries, heads, dim), jnp.float32),
+        ((rows, queries, heads), jnp.float32),
+        ((513, size * records.key_bytes(dim)), jnp.uint8),
+        ((rows, 512), jnp.int32),
+        ((rows,), jnp.int32),
+        ((rows,), jnp.int32),
+    ]
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    compiled = jax.jit(lambda *a: select(*a, top_k=2048)).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 420 << 20
