@@ -31,9 +31,10 @@ def damage(llm: jaxserve.LLM) -> int:
     """Flip a bit of every record in host memory."""
     blocks = llm._built.engine.scheduler.cache.tier.blocks()
     for block in blocks:
-        bytes_ = np.array(block.data).view(np.uint8)
+        (data,) = block.data
+        bytes_ = np.array(data).view(np.uint8)
         bytes_.reshape(len(block.keys), -1)[:, 17] ^= 1
-        block.data = jax.device_put(bytes_.view(block.data.dtype), block.data.sharding)
+        block.data = (jax.device_put(bytes_.view(data.dtype), data.sharding),)
     return sum(block.live for block in blocks)
 
 
