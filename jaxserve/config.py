@@ -40,6 +40,8 @@ class ModelConfig:
     """Logits become ``logit_softcap * tanh(logit / logit_softcap)``."""
     dtype: str | None = None
     """The dtype the checkpoint says it was saved in."""
+    predictors: tuple[LayerSpec, ...] = ()
+    """Layers for multi-token prediction, which stand behind the others and are no part of the decoder (see ``mtp``)."""
 
     @property
     def num_layers(self) -> int:

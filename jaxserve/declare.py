@@ -5,9 +5,9 @@ import dataclasses
 
 import checkpoints
 from jaxserve import models, params, quantization
-from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, LayerCache
+from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, LatentPages, LayerCache, Pages
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.layer_spec import Attention
+from jaxserve.layer_spec import Latent
 from jaxserve.models.weights import IGNORED_TENSORS, param_specs
 from jaxserve.sharding import HeadLayout, Parallel
 
@@ -46,17 +46,20 @@ def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoi
     rule = quantization.rule(source.config)
     if isinstance(rule, quantization.BlockFp8):
         specs = quantization.quantized(specs, rule, source, parallel, dtype)
-    params.check(specs, source, IGNORED_TENSORS, family.unused(model))
+    behind = tuple(f"model.layers.{model.num_layers + i}." for i in range(len(model.predictors)))
+    params.check(specs, source, IGNORED_TENSORS, family.unused(model) + behind)
     return specs
 
 
 def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> CacheSpec:
     """What the layers keep. ``dtype`` is the engine's. Raises ``ConfigError`` where the model has nothing that the
     ``kv_cache_dtype`` asked for is made for."""
-    planes = []
+    planes: list[tuple[Pages, ...]] = []
     for layer in model.layers:
         mixer = layer.mixer
-        assert isinstance(mixer, Attention)
+        if isinstance(mixer, Latent):
+            planes.append((_latents(mixer, config, dtype),))
+            continue
         if config.kv_cache_dtype == "fp8_ds_mla":
             raise ConfigError(
                 "kv_cache_dtype fp8_ds_mla is for latents; this model keeps keys and values of heads: fp8"
@@ -65,6 +68,12 @@ def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> Cache
         layout = HeadLayout.of(mixer, config.tensor_parallel)
         planes.append((HeadPages(layout.kv_source, mixer.head_dim, kept),))
     return CacheSpec(tuple(planes), tuple(LayerCache(number, 0) for number in range(model.num_layers)), (None,))
+
+
+def _latents(mixer: Latent, config: EngineConfig, dtype: str) -> LatentPages:
+    if config.kv_cache_dtype == "fp8":
+        raise ConfigError("kv_cache_dtype fp8 is for keys and values of heads; this model keeps latents: fp8_ds_mla")
+    return LatentPages(mixer.rank, mixer.rope.dim, FP8 if config.kv_cache_dtype == "fp8_ds_mla" else dtype)
 
 
 def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve import mla
 from jaxserve.attention import attend
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
 from jaxserve.context import Context, Hidden
-from jaxserve.layer_spec import Attention, LayerSpec, Moe
+from jaxserve.layer_spec import Latent, LayerSpec, Moe
 from jaxserve.layers import linear, mlp, rms_norm
 from jaxserve.moe import moe
 from jaxserve.params import Params
@@ -34,10 +35,12 @@ def layer(
     """One block; writes what it keeps of the step's tokens into the ``pages`` of its plane and attends over them.
     ``group`` is its group of the cache."""
     x = hidden.x
-    assert isinstance(spec.mixer, Attention)
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
-    out, kept = attend(cfg, spec.mixer, bucket, group, params, pages[0], normed, ctx)
-    pages = (kept,)
+    if isinstance(spec.mixer, Latent):
+        out, pages = mla.attend(cfg, spec.mixer, bucket, group, params, pages, normed, ctx)
+    else:
+        out, kept = attend(cfg, spec.mixer, bucket, group, params, pages[0], normed, ctx)
+        pages = (kept,)
     x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
     if isinstance(spec.ffn, Moe):

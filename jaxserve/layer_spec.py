@@ -66,6 +66,8 @@ class Latent:
     """Rope turns channels 2i and 2i + 1 together, not i and i + dim / 2."""
     eps: float = 1e-6
     """Of the norms over latents."""
+    bias: bool = False
+    """What makes latents has a bias, and so has the output."""
     indexer: Indexer | None = None
     """Chooses what is attended to; None: everything is."""
     takes_choice: bool = False

@@ -45,6 +45,8 @@ class ParamSpec:
     """Random initialization: around one (norms) rather than around zero."""
     inputs: int = 1
     """Of a matrix, how many axes from the last are what a product contracts over: the columns on disk."""
+    aligned: int = 0
+    """Where rows on disk are read in runs, one a head: the runs begin at multiples of this; 0: of a run's length."""
 
 
 Specs = Any  # a pytree of ParamSpec

@@ -18,6 +18,7 @@ DEVICES = ("expert", "tensor")
 """The mesh axes: groups of devices that hold different experts, and the devices of a group."""
 
 RULES: dict[str, str | tuple[str, ...]] = {
+    "heads": DEVICES,
     "kv_heads": DEVICES,
     "ff": DEVICES,
     "vocab": DEVICES,

@@ -22,6 +22,9 @@ FAMILIES = (
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "kimi_k2",
 )
 
 LIMITS: dict[str, Any] = {

@@ -9,8 +9,9 @@ from jaxserve.layer_spec import Dense, Moe, Router
 from jaxserve.models.family import activation, dense, need
 
 
-def deepseek_ffn(hf: dict[str, Any]) -> Callable[[int], Dense | Moe]:
-    """The feed-forward part of each layer, from the fields that the kin of DeepSeek V3 share.
+def deepseek_ffn(hf: dict[str, Any], **differs: Any) -> Callable[[int], Dense | Moe]:
+    """The feed-forward part of each layer, from the fields that the kin of DeepSeek V3 share; ``differs`` are traits of
+    a router that is not V3's (see ``Router``).
 
     Raises ``ConfigError`` naming a field that is missing or does not fit.
     """
@@ -18,17 +19,25 @@ def deepseek_ffn(hf: dict[str, Any]) -> Callable[[int], Dense | Moe]:
     top_k, top_groups = int(need(hf, "num_experts_per_tok")), int(hf.get("topk_group") or 1)
     if experts % groups or not 1 <= top_groups <= groups or experts // groups * top_groups < top_k:
         raise ConfigError(f"n_group {groups} and topk_group {top_groups} do not fit {experts} experts, {top_k} a token")
-    router = Router(
-        "sigmoid",
-        top_k,
-        renormalize=bool(hf.get("norm_topk_prob", True)),
-        scale=float(hf.get("routed_scaling_factor") or 1.0),
-        correction=True,
-        groups=groups,
-        top_groups=top_groups,
-    )
+    traits: dict[str, Any] = {
+        "score": "sigmoid",
+        "renormalize": bool(hf.get("norm_topk_prob", True)),
+        "correction": True,
+        **differs,
+    }
+    scale = float(hf.get("routed_scaling_factor") or 1.0)
+    router = Router(top_k=top_k, scale=scale, groups=groups, top_groups=top_groups, **traits)
     width, shared = int(need(hf, "moe_intermediate_size")), int(hf.get("n_shared_experts") or 0)
     kind = activation(hf)
     sparse = Moe(experts, width, router, kind, shared=Dense(width * shared, kind) if shared else None)
-    plain, first = dense(hf), int(hf.get("first_k_dense_replace") or 0)
-    return lambda layer: plain if layer < first else sparse
+    plain, is_dense = dense(hf), _dense_layers(hf)
+    return lambda layer: plain if is_dense(layer) else sparse
+
+
+def _dense_layers(hf: dict[str, Any]) -> Callable[[int], bool]:
+    """Which layers have no experts; those behind the last of a list have."""
+    kinds = hf.get("mlp_layer_types")
+    if kinds is not None:
+        return lambda layer: layer < len(kinds) and kinds[layer] == "dense"
+    first, step = int(hf.get("first_k_dense_replace") or 0), int(hf.get("moe_layer_freq") or 1)
+    return lambda layer: layer < first or layer % step != 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.layer_spec import Activation, Attention, Dense, LayerSpec, Moe
+from jaxserve.layer_spec import Activation, Attention, Dense, LayerSpec, Mixer, Moe
 from jaxserve.models.expert_weights import ExpertWeights, per_expert
 from jaxserve.rope import RopeConfig, RopeError, parse_rope
 
@@ -55,42 +55,52 @@ def decoder_config(
     hf: dict[str, Any],
     *,
     ffn: Callable[[int], Dense | Moe] | None = None,
+    mixer: Callable[[int], Mixer] | None = None,
     window: Callable[[int], int | None] = lambda layer: None,
     rope: Callable[[int], RopeConfig] | None = None,
     sandwich: bool = False,
+    predictors: int = 0,
     shared: Mapping[str, Any] | None = None,
     **traits: Any,
 ) -> ModelConfig:
     """A config of the usual fields. ``ffn(layer)``, ``window(layer)`` and ``rope(layer)`` say what differs between
-    layers, ``traits`` what their attention has in common (see ``Attention``), ``shared`` are further fields of
+    layers, ``traits`` what their attention has in common (see ``Attention``); or ``mixer(layer)`` all of a mixer.
+    ``predictors`` are how many layers for multi-token prediction stand behind, ``shared`` further fields of
     ``ModelConfig``.
 
     Raises ``ConfigError`` naming a field that is missing or not supported.
     """
-    heads = int(need(hf, "num_attention_heads"))
-    kv_heads = int(hf.get("num_key_value_heads") or heads)
-    if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
-    hidden = int(need(hf, "hidden_size"))
-    head_dim = head_size(hf)
     ffn = ffn or _same(dense(hf))
-    rope = rope or _same(read_rope(hf, head_dim))
-
-    def layer(number: int) -> LayerSpec:
-        heads_and_rope = (heads, kv_heads, head_dim, rope(number))
-        return LayerSpec(Attention(*heads_and_rope, window(number), **traits), ffn(number), sandwich)
-
+    mixer = mixer or _attention(hf, window, rope, traits)
+    size = int(need(hf, "num_hidden_layers"))
+    layers = tuple(LayerSpec(mixer(number), ffn(number), sandwich) for number in range(size + predictors))
     return ModelConfig(
         model_type=hf["model_type"],
         vocab_size=int(need(hf, "vocab_size")),
-        hidden_size=hidden,
-        layers=tuple(layer(number) for number in range(int(need(hf, "num_hidden_layers")))),
+        hidden_size=int(need(hf, "hidden_size")),
+        layers=layers[:size],
+        predictors=layers[size:],
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         max_position=int(need(hf, "max_position_embeddings")),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=hf.get("dtype") or hf.get("torch_dtype"),
         **(shared or {}),
     )
+
+
+def _attention(
+    hf: dict[str, Any],
+    window: Callable[[int], int | None],
+    rope: Callable[[int], RopeConfig] | None,
+    traits: Mapping[str, Any],
+) -> Callable[[int], Attention]:
+    heads = int(need(hf, "num_attention_heads"))
+    kv_heads = int(hf.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = head_size(hf)
+    turn = rope or _same(read_rope(hf, head_dim))
+    return lambda layer: Attention(heads, kv_heads, head_dim, turn(layer), window(layer), **traits)
 
 
 def _same[T](value: T) -> Callable[[int], T]:

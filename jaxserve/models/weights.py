@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import ModelConfig
-from jaxserve.layer_spec import Attention, Dense, LayerSpec, Moe
+from jaxserve.layer_spec import Attention, Dense, Latent, LayerSpec, Moe
 from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
+from jaxserve.models.latent_weights import latent_specs
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
 
@@ -28,8 +29,11 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
 
     def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
         prefix = f"model.layers.{number}."
-        assert isinstance(spec.mixer, Attention)
-        specs = _norms(cfg, spec, prefix, plus) | _attention(cfg, spec.mixer, parallel, prefix + "self_attn.", plus)
+        specs, place = _norms(cfg, spec, prefix, plus), prefix + "self_attn."
+        if isinstance(spec.mixer, Latent):
+            specs |= latent_specs(cfg.hidden_size, spec.mixer, parallel, place)
+        else:
+            specs |= _attention(cfg, spec.mixer, parallel, place, plus)
         if isinstance(spec.ffn, Moe):
             return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
         return specs | _dense(cfg, spec.ffn, parallel, prefix + "mlp.")

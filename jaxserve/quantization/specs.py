@@ -90,7 +90,7 @@ def block_shape(spec: ParamSpec, block: int, parallel: Parallel) -> tuple[int, .
             elif alone and size == spec.shape[axis]:
                 blocks.append(block)
             else:
-                blocks.append(math.gcd(size, block))
+                blocks.append(math.gcd(size, block, spec.aligned if axis < outer else 0))
     return tuple(blocks)
 
 

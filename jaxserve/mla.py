@@ -1,0 +1,110 @@
+"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): keys and values of all heads come from one latent a
+token, and the cache keeps that and a few rotated channels (see ``LatentPages``). Pure functions.
+
+Decode is absorbed: what makes keys of latents is applied to the query instead, and what makes values to the mixed
+latents. Blocks of prompt tokens make keys and values of heads, once for each sequence.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import StepBucket
+from jaxserve.config import ModelConfig
+from jaxserve.context import Context
+from jaxserve.layer_spec import Latent
+from jaxserve.layers import linear, rms_norm, rotate
+from jaxserve.params import Params
+from jaxserve.quantization import QuantArray
+from pallas_kernels.kv_write import write_latent
+from pallas_kernels.mla_attention import mla_attention, mla_prefill
+
+
+class Inputs(NamedTuple):
+    """What attention starts from, float32. H are the device's heads, padding among them."""
+
+    q_nope: jax.Array  # [T, H, n]
+    q_rope: jax.Array  # [T, H, r], rotated
+    latent: jax.Array  # [T, R], normed
+    k_rope: jax.Array  # [T, r], rotated
+    q_latent: jax.Array | None  # [T, q_rank], normed, where queries are made from a latent
+
+
+def inputs(cfg: ModelConfig, spec: Latent, params: Params, x: jax.Array, ctx: Context) -> Inputs:
+    """Queries and the tokens' latents, from ``x [T, E]``."""
+    q_latent = None
+    if spec.q_rank is not None:
+        q_latent = rms_norm(_linear(params, "q_a", x), params["q_norm"], spec.eps)
+    q = linear(x if q_latent is None else q_latent, params["q"])  # [T, H, n + r]
+    joint = _linear(params, "kv_a", x)  # [T, R + r]
+    latent = rms_norm(joint[:, : spec.rank], params["kv_norm"], spec.eps)
+    table = ctx.rope[cfg.ropes.index(spec.rope)]
+    q_rope = rotate(q[:, :, spec.nope :], table, pairs=spec.pairs)
+    k_rope = rotate(joint[:, spec.rank :], table, pairs=spec.pairs)
+    return Inputs(q[:, :, : spec.nope], q_rope, latent, k_rope, q_latent)
+
+
+def attend(
+    cfg: ModelConfig,
+    spec: Latent,
+    bucket: StepBucket,
+    group: int,
+    params: Params,
+    pages: tuple[jax.Array, ...],
+    x: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """What attention to all tokens so far brings to ``x [T, E]``, and the ``pages`` of the layer's plane with the
+    step's latents in them. ``group`` is the layer's group of the cache."""
+    found = inputs(cfg, spec, params, x, ctx)
+    latents, *others = pages
+    latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
+
+    def rows(first: int, last: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return ctx.tables[group, first:last], *ctx.spans[:, first:last]
+
+    parts = []
+    if count := bucket.decodes:
+        q = absorb(params, found.q_nope[:count], found.q_rope[:count])
+        mixed = mla_attention(q[:, None], latents, *rows(0, count), rank=spec.rank, scale=spec.scale)
+        parts.append(lift(params, mixed[:, 0]))
+    if bucket.blocks:
+
+        def expand(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return linear(latent, params["k_up"]), linear(latent, params["v_up"])
+
+        q = jnp.concatenate([found.q_nope[count:], found.q_rope[count:]], axis=-1)
+        q = q.reshape(bucket.blocks, bucket.block, *q.shape[1:])
+        span = rows(count, bucket.rows)
+        out = mla_prefill(q, latents, *span, expand, rank=spec.rank, values=spec.value, scale=spec.scale)
+        parts.append(out.reshape(-1, *out.shape[2:]))
+    return output(params, jnp.concatenate(parts)), (latents, *others)
+
+
+def absorb(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
+    """Queries that meet latents, ``[T, H, R + r]``."""
+    k_up = _plain(params["k_up"])  # [H, n, R]
+    q = jnp.einsum("thn,hnr->thr", q_nope.astype(k_up.dtype), k_up, preferred_element_type=jnp.float32)
+    return jnp.concatenate([q, q_rope], axis=-1)
+
+
+def lift(params: Params, mixed: jax.Array) -> jax.Array:
+    """Values of heads ``[T, H, D]`` from mixed latents ``[T, H, R]``."""
+    v_up = _plain(params["v_up"])  # [H, D, R]
+    return jnp.einsum("thr,hdr->thd", mixed.astype(v_up.dtype), v_up, preferred_element_type=jnp.float32)
+
+
+def output(params: Params, mixed: jax.Array) -> jax.Array:
+    """``[T, E]`` from what the heads have mixed, ``[T, H, D]``."""
+    out = linear(mixed.reshape(len(mixed), -1), params["o"], inputs=2)
+    return out + params["o_bias"] if "o_bias" in params else out
+
+
+def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
+    out = linear(x, params[name])
+    return out + params[f"{name}_bias"] if f"{name}_bias" in params else out
+
+
+def _plain(weight: Any) -> jax.Array:
+    return weight.dequantize() if isinstance(weight, QuantArray) else weight
