@@ -1,6 +1,7 @@
 """From an ``EngineConfig`` to a running engine: open, size, compile and load at once, report."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
 from jaxserve.programs import ProgramSet
 from jaxserve.progress import Progress
+from jaxserve.random_weights import RandomWeights
 from jaxserve.report import Report
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
@@ -33,6 +35,10 @@ from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 from jaxserve.watermark.slots import MarkSlots, MarkSpec
+
+RANDOM = "THE WEIGHTS ARE RANDOM: NO CHECKPOINT WAS READ, AND WHAT IS GENERATED MEANS NOTHING"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
 
 def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> Built:
     with report.phase("open checkpoint"):
-        source = checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
+        source = open_source(config)
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
         # A thread busy in Python would make every one of the attach's hundreds of calls wait for the interpreter.
         tokenizer = None if config.uses_sidecar else side.submit(_tokenizer, source, report)
@@ -88,7 +94,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
             mesh = mesh_of(config)
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
-        specs = declare(model, parallel_of(config), source, dtype)
+        specs = declare(model, parallel_of(config), source, dtype, predictors=config.mtp)
         link = None
         if config.uses_sidecar:
             with report.phase("find the sidecar"):
@@ -150,6 +156,13 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
     if link is not None:
         link.watch(metrics.sidecar_gone)
     return Built(engine, runner, model, limits, words, eos, metrics, report, programs, link)
+
+
+def open_source(config: EngineConfig) -> checkpoints.Checkpoint:
+    """The checkpoint, or the config alone where the weights are made up."""
+    if config.load_format == "random":
+        return checkpoints.open_config(config.model)
+    return checkpoints.open_checkpoint(checkpoints.resolve_model(config.model))
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
@@ -348,7 +361,12 @@ def _load(
             return held
         if source.format == "orbax":
             return checkpoints.load_tree(source.path, programs.params)
-        return params.load(programs.specs, source, programs.dtype, programs.mesh, progress)
+        tensors: params.Source = source
+        if isinstance(source, checkpoints.ConfigOnly):
+            report.add("model", weights=RANDOM)
+            log.warning(RANDOM)
+            tensors = RandomWeights(programs.specs, programs.dtype)
+        return params.load(programs.specs, tensors, programs.dtype, programs.mesh, progress)
 
 
 def _eos_ids(source: checkpoints.Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -382,6 +400,8 @@ def _describe(
         format=source.format,
         parameters=count,
     )
+    if model.predictors:
+        report.add("model", mtp_layers=f"{len(model.predictors)}, {'loaded' if config.mtp else 'not loaded'}")
     report.add("run", dtype=dtype, quantization=str(quantization.rule(source.config) or "none"))
     report.add("run", weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
     report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])

@@ -107,6 +107,9 @@ class EngineConfig:
     kv_checksums: bool = _option(
         False, "Compare every KV page with its checksum before it comes back from the host (to find faults; slow)."
     )
+    mtp: bool = _option(
+        False, "Load the checkpoint's layers for multi-token prediction too. Nothing uses them yet but jaxserve.mtp."
+    )
     prefix_caching: bool = _option(True, "Keep KV pages after a request, for prompts that begin like it.")
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
     layers_per_program: int | None = _option(
@@ -114,7 +117,8 @@ class EngineConfig:
     )
     load_format: str = _option(
         "auto",
-        "Where weights come from: auto (the checkpoint), or sidecar (memory that outlives the engine; ipc_cache).",
+        "Where weights come from: auto (the checkpoint), sidecar (memory that outlives the engine; ipc_cache), or "
+        "random (made up: model may be a config.json alone).",
     )
     sidecar: str = _option(
         "off", "auto: load_format sidecar, and start a sidecar, or have it load the model, if need be."
@@ -183,7 +187,7 @@ class EngineConfig:
         if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
             raise ConfigError(f"cache_gib must be a number of at least 0, got {room!r}")
         for name, known in (
-            ("load_format", ("auto", "sidecar", "ipc_cache")),
+            ("load_format", ("auto", "sidecar", "ipc_cache", "random")),
             ("sidecar", ("off", "auto")),
             ("sidecar_fallback", ("error", "disk")),
         ):
@@ -194,14 +198,22 @@ class EngineConfig:
         if not self.uses_sidecar and (self.sidecar_dir is not None or self.sidecar_fallback != "error"):
             name = "sidecar_dir" if self.sidecar_dir is not None else "sidecar_fallback"
             raise ConfigError(f"{name} needs load_format sidecar or sidecar auto")
+        if self.uses_sidecar and self.mtp:
+            raise ConfigError("mtp needs weights from the checkpoint: a sidecar holds the decoder alone")
         if self.uses_sidecar and self.expert_parallel != 1:
             raise ConfigError("expert_parallel needs weights from the checkpoint: a sidecar cuts every expert by width")
+        if self.load_format == "random":
+            for name, off in (("sidecar", "off"), ("disk_kv_path", None)):
+                if getattr(self, name) != off:
+                    raise ConfigError(f"{name} does not go with load_format random: nothing is kept of made-up weights")
+        elif self.model.lower().endswith(".json"):
+            raise ConfigError(f"model {self.model}: a config without weights runs with load_format random alone")
         if self.cache_dir is not None and not str(self.cache_dir).strip():
             raise ConfigError(f"cache_dir must name a folder, got {self.cache_dir!r}")
         wait = self.sidecar_timeout
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86_400:
             raise ConfigError(f"sidecar_timeout must be seconds in (0, 86400], got {wait!r}")
-        for name in ("overlap", "kv_checksums", "prefix_caching", "load_progress", "forbid_compile"):
+        for name in ("mtp", "overlap", "kv_checksums", "prefix_caching", "load_progress", "forbid_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -227,7 +239,7 @@ class EngineConfig:
 
     @property
     def uses_sidecar(self) -> bool:
-        return self.load_format != "auto" or self.sidecar == "auto"
+        return self.load_format in ("sidecar", "ipc_cache") or self.sidecar == "auto"
 
     @property
     def watermark(self) -> WatermarkConfig | None:

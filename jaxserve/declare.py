@@ -8,7 +8,8 @@ from jaxserve import models, params, quantization
 from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, LatentPages, LayerCache, Pages
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.layer_spec import Latent
-from jaxserve.models.weights import IGNORED_TENSORS, param_specs
+from jaxserve.models.weights import IGNORED_TENSORS, param_specs, predictor_names
+from jaxserve.random_weights import promised
 from jaxserve.sharding import HeadLayout, Parallel
 
 
@@ -32,22 +33,30 @@ def resolve_dtype(config: EngineConfig, source: checkpoints.Checkpoint, model: M
     return model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
 
 
-def declare(model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str) -> params.Specs:
-    """The model's parameters, checked against the checkpoint's tensors. ``dtype`` is the engine's."""
+def declare(
+    model: ModelConfig, parallel: Parallel, source: checkpoints.Checkpoint, dtype: str, *, predictors: bool = False
+) -> params.Specs:
+    """The model's parameters, checked against the checkpoint's tensors where it has any. ``dtype`` is the engine's."""
     family = models.FAMILIES[model.model_type]
+    if predictors and not model.predictors:
+        raise ConfigError(f"mtp: this {model.model_type} has no layers for multi-token prediction")
     if isinstance(source, checkpoints.OrbaxCheckpoint):
+        if predictors:
+            raise ConfigError("mtp: a converted folder has no layers for multi-token prediction")
         saved = (source.meta.get("layout") or {}).get("tensor_parallel")
         if not isinstance(saved, int) or saved < 1:
             raise ConfigError(f"{source.path}: jaxserve.json does not say which tensor_parallel it was converted for")
         model = dataclasses.replace(model, tie_embeddings="head" not in source.tensors)
         _check_layout(model, Parallel(saved), parallel)
         return param_specs(model, family, parallel, ())
-    specs = param_specs(model, family, parallel, source.tensors)
-    rule = quantization.rule(source.config)
+    specs = param_specs(model, family, parallel, source.tensors, predictors=predictors)
+    rule, alone = quantization.rule(source.config), isinstance(source, checkpoints.ConfigOnly)
     if isinstance(rule, quantization.BlockFp8):
-        specs = quantization.quantized(specs, rule, source, parallel, dtype)
-    behind = tuple(f"model.layers.{model.num_layers + i}." for i in range(len(model.predictors)))
-    params.check(specs, source, IGNORED_TENSORS, family.unused(model) + behind)
+        tensors = promised(specs, rule, source.config) if alone else source.tensors
+        specs = quantization.quantized(specs, rule, tensors, parallel, dtype)
+    if alone:
+        return specs
+    params.check(specs, source, IGNORED_TENSORS, family.unused(model) + predictor_names(model, loaded=predictors))
     return specs
 
 

@@ -1,4 +1,4 @@
-"""Weights: one declaration each, from which follow abstract shape, sharding, reading from a checkpoint and random init.
+"""Weights: one declaration each, from which follow abstract shape, sharding and reading from a checkpoint.
 
 A tree of ``ParamSpec`` mirrors the tree of parameters. ``load`` reads shard by shard: for every device it reads only
 the rows that device keeps, so that host memory holds no more than a few shards at a time.
@@ -42,7 +42,7 @@ class ParamSpec:
     dtype: str | None = None
     """Kept in this dtype; None: in the engine's."""
     ones: bool = False
-    """Random initialization: around one (norms) rather than around zero."""
+    """Where weights are made up it is one (norms), not around zero."""
     inputs: int = 1
     """Of a matrix, how many axes from the last are what a product contracts over: the columns on disk."""
     aligned: int = 0
@@ -146,24 +146,6 @@ def _aligned(values: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
     out = raw[start : start + size].view(dtype).reshape(values.shape)
     out[...] = values
     return out
-
-
-def random(specs: Specs, dtype: str, mesh: Mesh, seed: int = 0) -> Params:
-    """Random weights for shapes without a checkpoint: normal with variance 1/fan-in, norms one."""
-    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-
-    def make(number: int, spec: ParamSpec) -> jax.Array:
-        def part(index: Index | None) -> np.ndarray:
-            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index or (), spec.shape, strict=True))
-            if spec.ones:
-                return np.ones(shape, _dtype(spec, dtype))
-            rng = np.random.default_rng([seed, number, *(s.start or 0 for s in index or ())])
-            scale = np.float32(spec.shape[-1] ** -0.5)
-            return (rng.standard_normal(shape, np.float32) * scale).astype(_dtype(spec, dtype))
-
-        return jax.make_array_from_callback(spec.shape, sharding(mesh, spec.axes), part)
-
-    return jax.tree.unflatten(tree, [make(i, s) for i, s in enumerate(leaves)])
 
 
 def vector(name: str, size: int, plus: float = 0.0) -> ParamSpec:

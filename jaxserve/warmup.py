@@ -4,7 +4,6 @@ Also what else can be done with the store: list what is in it, remove what canno
 """
 
 import dataclasses
-import json
 import logging
 import re
 import time
@@ -23,7 +22,6 @@ from jaxserve.declare import declare, parallel_of, resolve_dtype
 from jaxserve.entries import Entry
 from jaxserve.executables import ExecutableStore, Tally
 from jaxserve.host_tier import SIZES
-from jaxserve.models.weights import param_specs
 from jaxserve.programs import ProgramSet
 from jaxserve.report import Report
 
@@ -84,7 +82,12 @@ def warm(
             left = 2 * len(SIZES)
             notes.append(f"{left} programs that move KV pages to the host's memory are left for the first start")
         config = dataclasses.replace(
-            config, host_kv_gib=0.0, disk_kv_path=None, disk_kv_gib=None, kv_checksums=False, load_format="auto"
+            config,
+            host_kv_gib=0.0,
+            disk_kv_path=None,
+            disk_kv_gib=None,
+            kv_checksums=False,
+            load_format="random" if config.load_format == "random" else "auto",
         )
         notes.append("nothing was tuned on the device; the first start there says how many programs came from here")
     elif config.host_kv_gib is None and config.prefix_caching:
@@ -118,20 +121,18 @@ def plan(config: EngineConfig, mesh: Mesh, store: ExecutableStore, target: targe
 
 
 def _declared(config: EngineConfig) -> Declared:
-    path = checkpoints.resolve_model(config.model)
-    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")) and not _converted(path):
-        try:
-            model = models.model_config(json.loads((path / "config.json").read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}/config.json: {error}") from None
-        known = model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
-        dtype = known if config.dtype == "auto" else config.dtype
-        family = models.FAMILIES[model.model_type]
-        return model, param_specs(model, family, parallel_of(config), ()), dtype
-    with checkpoints.open_checkpoint(path) as source:
+    with _source(config) as source:
         model = models.model_config(source.config)
         dtype = resolve_dtype(config, source, model)
-        return model, declare(model, parallel_of(config), source, dtype), dtype
+        return model, declare(model, parallel_of(config), source, dtype, predictors=config.mtp), dtype
+
+
+def _source(config: EngineConfig) -> checkpoints.Checkpoint:
+    """The config suffices where there are no weights."""
+    path = Path(config.model).expanduser()
+    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")) and not _converted(path):
+        return checkpoints.open_config(config.model)
+    return build.open_source(config)
 
 
 def _converted(path: Path) -> bool:

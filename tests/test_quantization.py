@@ -102,7 +102,7 @@ def test_what_is_loaded_means_what_is_on_disk(devices: int, spelling: str) -> No
     parallel = Parallel(devices)
     mesh = make_mesh(parallel.devices, parallel.expert_groups)
     fp8, plain = checkpoints_of(cfg, spelling)
-    specs = quantization.quantized(specs_of(cfg, parallel, fp8), BlockFp8(BLOCK), fp8, parallel, "float32")
+    specs = quantization.quantized(specs_of(cfg, parallel, fp8), BlockFp8(BLOCK), fp8.tensors, parallel, "float32")
     params.check(specs, fp8)
     loaded = params.load(specs, fp8, "float32", mesh)
     expected = params.load(specs_of(cfg, parallel, plain), plain, "float32", mesh)
@@ -129,7 +129,7 @@ def test_products_equal_those_of_dequantized_weights(dtype: str, rows: int) -> N
     cfg = model(config())
     fp8, plain = checkpoints_of(cfg, "weight_scale_inv")
     one = Parallel()
-    specs = quantization.quantized(specs_of(cfg, one, fp8), BlockFp8(BLOCK), fp8, one, dtype)
+    specs = quantization.quantized(specs_of(cfg, one, fp8), BlockFp8(BLOCK), fp8.tensors, one, dtype)
     layer = params.load(specs, fp8, dtype, make_mesh(1))["layers"][0]
     exact = params.load(specs_of(cfg, one, plain), plain, dtype, make_mesh(1))["layers"][0]
     product = jax.jit(linear, static_argnums=2)
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name() -> None:
         arrays = {**fp8.arrays, **{name.replace("__", "."): a for name, a in changed.items()}}
         source = Memory({name: a for name, a in arrays.items() if a is not None})
         specs = specs_of(cfg, one, source)
-        params.check(quantization.quantized(specs, BlockFp8(BLOCK), source, one, "float32"), source)
+        params.check(quantization.quantized(specs, BlockFp8(BLOCK), source.tensors, one, "float32"), source)
 
     read()
     prefix = "model__layers__0__"

@@ -3,6 +3,6 @@
 from jaxserve.quantization.array import QuantArray, Weight, cut
 from jaxserve.quantization.mx_array import MxArray
 from jaxserve.quantization.rules import BlockFp8, MxExperts, rule
-from jaxserve.quantization.specs import quantized
+from jaxserve.quantization.specs import may_stay, quantized
 
-__all__ = ["BlockFp8", "MxArray", "MxExperts", "QuantArray", "Weight", "cut", "quantized", "rule"]
+__all__ = ["BlockFp8", "MxArray", "MxExperts", "QuantArray", "Weight", "cut", "may_stay", "quantized", "rule"]

@@ -24,15 +24,16 @@ from jaxserve.sharding import Parallel, shards
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-def quantized(specs: Specs, rule: BlockFp8, source: Source, parallel: Parallel, dtype: str) -> Specs:
-    """The same tree with a ``QuantArray`` of two specs in the place of each parameter that is e4m3 on disk.
+def quantized(specs: Specs, rule: BlockFp8, tensors: Mapping[str, Any], parallel: Parallel, dtype: str) -> Specs:
+    """The same tree with a ``QuantArray`` of two specs in the place of each parameter that is e4m3 on disk, where there
+    are ``tensors``.
 
     Raises ``WeightError`` naming an e4m3 tensor without scales, or where only some of the tensors that make up a
     parameter are e4m3.
     """
 
     def one(spec: ParamSpec) -> ParamSpec | QuantArray:
-        kinds = {name: source.tensors[name].dtype for name in spec.pieces if name in source.tensors}
+        kinds = {name: tensors[name].dtype for name in spec.pieces if name in tensors}
         fp8 = [name for name, kind in kinds.items() if kind == E4M3]
         if not fp8 or len(kinds) < len(spec.pieces):  # what is missing is for params.check to say
             return spec
@@ -40,18 +41,24 @@ def quantized(specs: Specs, rule: BlockFp8, source: Source, parallel: Parallel, 
             if kind != E4M3:
                 both = f"{name}, {kind.name}, and {fp8[0]}, {E4M3.name}"
                 raise WeightError(f"one parameter is made of tensors {both}")
-        if "vocab" in spec.axes or spec.dtype is not None or any(len(shape) != 2 for shape in spec.pieces.values()):
+        if not may_stay(spec):
             raise WeightError(f"tensor {fp8[0]} is {E4M3.name}: this parameter is not read quantized")
-        return _pair(spec, rule, {name: _scale_name(name, source) for name in spec.pieces}, parallel, dtype)
+        return _pair(spec, rule, {name: _scale_name(name, tensors) for name in spec.pieces}, parallel, dtype)
 
     return jax.tree.map(one, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
-def _scale_name(name: str, source: Source) -> str:
+def may_stay(spec: ParamSpec) -> bool:
+    """Whether a parameter may stay quantized: made of matrices, not kept in float32, no table of the vocabulary."""
+    matrices = all(len(shape) == 2 for shape in spec.pieces.values())
+    return matrices and spec.dtype is None and "vocab" not in spec.axes
+
+
+def _scale_name(name: str, tensors: Mapping[str, Any]) -> str:
     """``X.weight`` has ``X.weight_scale_inv``, or ``X.scale`` in DeepSeek V4's spelling."""
     names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
     for found in names:
-        if found in source.tensors:
+        if found in tensors:
             return found
     raise WeightError(f"tensor {name} is {E4M3.name} and has no scales: neither {names[0]} nor {names[1]}")
 
