@@ -53,10 +53,14 @@ def layer(
 
 def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits ``[S, V]`` in float32 of hidden rows ``x [S, E]``; vocabulary rows added by padding are masked."""
-    x = rms_norm(x, params["norm"], cfg.norm_eps)
-    logits = linear(x, params["head"] if "head" in params else params["embed"])
+    return logits(cfg, params, rms_norm(x, params["norm"], cfg.norm_eps))
+
+
+def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """The same of rows that have passed the last norm."""
+    out = linear(x, params["head"] if "head" in params else params["embed"])
     if cfg.logit_softcap is not None:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
-    if logits.shape[1] == cfg.vocab_size:
-        return logits
-    return jnp.where(jnp.arange(logits.shape[1]) < cfg.vocab_size, logits, -jnp.inf)
+        out = cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)
+    if out.shape[1] == cfg.vocab_size:
+        return out
+    return jnp.where(jnp.arange(out.shape[1]) < cfg.vocab_size, out, -jnp.inf)

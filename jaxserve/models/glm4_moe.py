@@ -1,5 +1,4 @@
-"""GLM-4.5 to 4.7: DeepSeek's mixture under grouped-query attention. The layers for multi-token prediction that stand
-behind the last one are let pass."""
+"""GLM-4.5 to 4.7: DeepSeek's mixture under grouped-query attention."""
 
 from typing import Any
 
@@ -10,7 +9,8 @@ from jaxserve.models.family import Family, decoder_config
 
 def _glm4_moe(hf: dict[str, Any]) -> ModelConfig:
     bias, norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm"))
-    return decoder_config(hf, ffn=deepseek_ffn(hf), qkv_bias=bias, qk_norm=norm)
+    predictors = int(hf.get("num_nextn_predict_layers") or 0)
+    return decoder_config(hf, ffn=deepseek_ffn(hf), predictors=predictors, qkv_bias=bias, qk_norm=norm)
 
 
-FAMILIES = {"glm4_moe": Family(_glm4_moe, unused=lambda cfg: (f"model.layers.{cfg.num_layers}.",))}
+FAMILIES = {"glm4_moe": Family(_glm4_moe)}

@@ -9,7 +9,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.layer_spec import Attention, Dense, Latent, LayerSpec, Moe
 from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
-from jaxserve.models.latent_weights import latent_specs
+from jaxserve.models.latent_weights import latent_specs, whole
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
 
@@ -17,8 +17,10 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some checkpoints carry and no model needs."""
 
 
-def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: Collection[str]) -> Specs:
-    """Declare every weight of a decoder.
+def param_specs(
+    cfg: ModelConfig, family: Family, parallel: Parallel, tensors: Collection[str], *, predictors: bool = False
+) -> Specs:
+    """Declare every weight of a decoder, and of the predictors behind it where they are wanted.
 
     ``tensors`` are the names on disk: a head that is there though the config ties it is used, since it may differ from
     the embedding.
@@ -45,7 +47,29 @@ def param_specs(cfg: ModelConfig, family: Family, parallel: Parallel, tensors: C
     }
     if not cfg.tie_embeddings or "lm_head.weight" in tensors:
         specs["head"] = rows("lm_head.weight", table, vocab, "vocab")
+    if predictors:
+        behind = enumerate(cfg.predictors, cfg.num_layers)
+        specs["predictors"] = [layer(number, spec) | _predictor(cfg, number, plus) for number, spec in behind]
     return specs
+
+
+def predictor_names(cfg: ModelConfig, *, loaded: bool) -> tuple[str, ...]:
+    """Beginnings of the names of predictors' tensors that are let pass: all, or where they are ``loaded`` their copies
+    of the embedding and the head."""
+    names = ("embed_tokens.", "shared_head.head.") if loaded else ("",)
+    layers = range(cfg.num_layers, cfg.num_layers + len(cfg.predictors))
+    return tuple(f"model.layers.{number}.{name}" for number in layers for name in names)
+
+
+def _predictor(cfg: ModelConfig, number: int, plus: float) -> dict[str, ParamSpec]:
+    """What a layer for multi-token prediction has beside."""
+    prefix, hidden = f"model.layers.{number}.", cfg.hidden_size
+    return {
+        "embed_norm": vector(prefix + "enorm.weight", hidden, plus),
+        "hidden_norm": vector(prefix + "hnorm.weight", hidden, plus),
+        "join": whole(prefix + "eh_proj.weight", (hidden, 2 * hidden)),
+        "norm": vector(prefix + "shared_head.norm.weight", hidden, plus),
+    }
 
 
 def _norms(cfg: ModelConfig, spec: LayerSpec, prefix: str, plus: float) -> dict[str, ParamSpec]:
