@@ -9,9 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.paged_attention.case import Case
 
 MASKED = -1e30
 """A score no query sees; finite, so that a row that sees nothing stays finite too."""
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
 
 
 def paged_attention(
@@ -21,6 +28,7 @@ def paged_attention(
     starts: jax.Array,
     counts: jax.Array,
     *,
+    kernels: Kernels = REFERENCE,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,

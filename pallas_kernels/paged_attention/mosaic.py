@@ -1,0 +1,207 @@
+"""Paged attention on Hopper: flash decoding (split over the context) and chunked prefill in one Mosaic GPU kernel.
+
+A program computes 64 rows (queries of one KV head's group, padded) over one part of a sequence's context. One warpgroup
+copies pages to shared memory (TMA), the other multiplies (wgmma) under an online softmax; parts are merged by their
+log-sum-exp in XLA (Flash-Decoding, Dao et al. 2023). Page numbers are read from the table on the way.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Kernels
+from pallas_kernels.paged_attention.case import Case
+
+ROWS = 64
+"""Rows of a program: what wgmma multiplies at a time."""
+MASKED = -1e30
+DTYPES = ("bfloat16", "float16")
+SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a program goes through the context."""
+
+    span: int = 64
+    """Tokens a step."""
+    stages: int = 3
+    """Steps whose pages are under way at once."""
+    programs: int = 264
+    """Programs to split the context for: twice the H200's multiprocessors."""
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Why this kernel does not run a case, or None."""
+    if case.dtype not in DTYPES:
+        return f"pages are {case.dtype}; it takes {' and '.join(DTYPES)}"
+    if case.head_dim % 16 or case.head_dim > 256 or (case.head_dim > 64 and case.head_dim % 64):
+        return f"head_dim {case.head_dim} is not 16, 32, 48, 64, 128, 192 or 256"
+    if case.page_size % 8:
+        return f"page_size {case.page_size} is not a multiple of 8"
+    return None
+
+
+def paged_attention(
+    q: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    kernels: Kernels,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """See ``reference.paged_attention``. Pages are bfloat16 or float16, products of two of them, sums float32."""
+    rows, queries, kv_heads, group, dim = q.shape
+    size = pages.shape[3]
+    tiling = Tiling(**kernels.tuned("paged_attention"))
+    at_once = max(1, tiling.span // size)
+    span = at_once * size
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % at_once)))
+    real = group * queries
+    tiles = -(-real // ROWS)
+    kept = ROWS if tiles > 1 else -(-real // 8) * 8
+    splits = max(1, min(tiling.programs // (rows * kv_heads * tiles), tables.shape[1] // at_once))
+    flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, real, dim).astype(pages.dtype)
+    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, tiles * ROWS - real), (0, 0)))
+    first_scores = scale * math.log2(math.e) if softcap is None else scale
+
+    def body(q_ref, pages_ref, tables_ref, spans_ref, out_ref, stats_ref, *scratch):
+        q_smem, k_smem, v_smem, p_smem, out_smem, stats_smem, q_ready, arrived, consumed = scratch
+        row, head, tile, split = (lax.axis_index(name) for name in ("row", "head", "tile", "split"))
+        start, count = spans_ref[0, row], spans_ref[1, row]
+        lowest = 0 if window is None else lax.div(jnp.maximum(start - window + 1, 0), span)
+        part = lax.div(lax.div(start + count + span - 1, span) - lowest + splits - 1, splits)
+        first = lowest + split * part
+        steps = jnp.clip(lax.div(start + count + span - 1, span) - first, 0, part)
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def fetch():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def step(i, _):
+                slot = lax.rem(i, tiling.stages)
+
+                @pl.when(i >= tiling.stages)
+                def wait():
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                for j in range(at_once):
+                    page = tables_ref[row, (first + i) * at_once + j]
+                    here = (slot, pl.ds(j * size, size))
+                    plgpu.copy_gmem_to_smem(pages_ref.at[page, 0, head], k_smem.at[here], arrived.at[slot])
+                    plgpu.copy_gmem_to_smem(pages_ref.at[page, 1, head], v_smem.at[here], arrived.at[slot])
+
+            lax.fori_loop(0, steps, step, None)
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def compute():
+            plgpu.set_max_registers(232, action="increase")
+            plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * ROWS, ROWS)], q_smem, q_ready)
+            plgpu.barrier_wait(q_ready)
+            layout = plgpu.Layout.WGMMA
+
+            def across(values):
+                return lax.broadcast_in_dim(values, (ROWS, span), [0])
+
+            def step(i, carry):
+                out, peak, total = carry
+                slot = lax.rem(i, tiling.stages)
+                plgpu.barrier_wait(arrived.at[slot])
+
+                def scored(acc):
+                    plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+                    return acc[...]
+
+                scores = pl.run_scoped(scored, plgpu.ACC((ROWS, span), jnp.float32)) * first_scores
+                if softcap is not None:
+                    scores = softcap * math.log2(math.e) * jnp.tanh(scores / softcap)
+                number = tile * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS, span), 0, layout=layout)
+                key = (first + i) * span + plgpu.broadcasted_iota(jnp.int32, (ROWS, span), 1, layout=layout)
+                position = start + lax.rem(number, queries)
+                seen = key <= position
+                if window is not None:
+                    seen &= key > position - window
+                scores = jnp.where(seen, scores, MASKED)
+                new_peak = jnp.maximum(peak, scores.max(axis=1))
+                weights = jnp.exp2(scores - across(new_peak))
+                decay = jnp.exp2(peak - new_peak)
+                p_smem[...] = weights.astype(pages.dtype)
+                plgpu.commit_smem()
+
+                def mixed(acc):
+                    plgpu.wgmma(acc, p_smem, v_smem.at[slot])
+                    return acc[...]
+
+                brought = pl.run_scoped(mixed, plgpu.ACC((ROWS, dim), jnp.float32))
+                plgpu.barrier_arrive(consumed.at[slot])
+                out = out * lax.broadcast_in_dim(decay, (ROWS, dim), [0]) + brought
+                return out, new_peak, total * decay + weights.sum(axis=1)
+
+            begin = (
+                plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), layout),
+                plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), layout.reduce(1)),
+                plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),
+            )
+            out, peak, total = lax.fori_loop(0, steps, step, begin)
+            out_smem[...] = out
+            stats_smem[0] = peak
+            stats_smem[1] = total
+            plgpu.commit_smem()
+            where = pl.ds(tile * ROWS, kept)
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], out_ref.at[row, head, split, where])
+            plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
+            plgpu.wait_smem_to_gmem(0)
+
+    def tiled(*shape: int) -> Any:
+        swizzle = plgpu.find_swizzle(shape[-1] * pages.dtype.itemsize * 8)
+        transforms = (
+            plgpu.TilingTransform((8, swizzle // pages.dtype.itemsize)),
+            plgpu.SwizzleTransform(swizzle),
+        )
+        return plgpu.SMEM(shape, pages.dtype, transforms=transforms)
+
+    stages = tiling.stages
+    out, stats = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, (tiles - 1) * ROWS + kept, dim), jnp.float32),
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, tiles, 2, ROWS), jnp.float32),
+        ],
+        scratch_types=[
+            tiled(ROWS, dim),
+            tiled(stages, span, dim),
+            tiled(stages, span, dim),
+            tiled(ROWS, span),
+            plgpu.SMEM((ROWS, dim), jnp.float32),
+            plgpu.SMEM((2, ROWS), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2 * at_once, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+        ],
+        grid=(rows, kv_heads, tiles, splits),
+        grid_names=("row", "head", "tile", "split"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=kernels.interpret,
+    )(flat, pages, tables, jnp.stack([starts, counts]))
+    out = out[:, :, :, :real]
+    peak, total = (stats[..., part, :].reshape(rows, kv_heads, splits, -1)[..., :real] for part in (0, 1))
+    top = peak.max(2)
+    share = jnp.exp2(peak - top[:, :, None])
+    total = (total * share).sum(2)
+    if sinks is not None:
+        total = total + jnp.exp2(jnp.repeat(sinks, queries, axis=1) * math.log2(math.e) - top)
+    out = (out * share[..., None]).sum(2) / jnp.maximum(total, 1e-30)[..., None]
+    return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
