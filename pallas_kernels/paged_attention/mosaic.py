@@ -7,7 +7,6 @@ log-sum-exp in XLA (Flash-Decoding, Dao et al. 2023). Page numbers are read from
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.hopper import MASKED, ROWS, tiled
 from pallas_kernels.paged_attention.case import Case
 
-ROWS = 64
-"""Rows of a program: what wgmma multiplies at a time."""
-MASKED = -1e30
 DTYPES = ("bfloat16", "float16")
-SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -163,15 +159,7 @@ def paged_attention(
             plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
             plgpu.wait_smem_to_gmem(0)
 
-    def tiled(*shape: int) -> Any:
-        swizzle = plgpu.find_swizzle(shape[-1] * pages.dtype.itemsize * 8)
-        transforms = (
-            plgpu.TilingTransform((8, swizzle // pages.dtype.itemsize)),
-            plgpu.SwizzleTransform(swizzle),
-        )
-        return plgpu.SMEM(shape, pages.dtype, transforms=transforms)
-
-    stages = tiling.stages
+    stages, dtype = tiling.stages, pages.dtype
     out, stats = plgpu.kernel(
         body,
         out_type=[
@@ -179,10 +167,10 @@ def paged_attention(
             jax.ShapeDtypeStruct((rows, kv_heads, splits, tiles, 2, ROWS), jnp.float32),
         ],
         scratch_types=[
-            tiled(ROWS, dim),
-            tiled(stages, span, dim),
-            tiled(stages, span, dim),
-            tiled(ROWS, span),
+            tiled(ROWS, dim, dtype=dtype),
+            tiled(stages, span, dim, dtype=dtype),
+            tiled(stages, span, dim, dtype=dtype),
+            tiled(ROWS, span, dtype=dtype),
             plgpu.SMEM((ROWS, dim), jnp.float32),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),

@@ -1,0 +1,156 @@
+"""Compile every kernel for an H200 on a machine without a GPU, and print the registers, spills and shared memory.
+
+    python -m benchmarks.compile_sm90 [NAME ...] [--json FILE]
+
+XLA's compiler with a description of the device (see ``jaxserve.targets``) and NVIDIA's assembler do the work; nothing
+is run. Exits with 1 where something does not compile, or where a decode kernel spills.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # read by jaxlib: the assembler's account of a kernel, on stdout
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve import targets
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.sharding import sharding
+from pallas_kernels.dispatch import Kernels
+from pallas_kernels.paged_attention import paged_attention
+
+HOPPER = Kernels("mosaic", "NVIDIA H200", "9.0")
+Call = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
+"""A function, its abstract arguments, and which of them are donated."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A case that is compiled: ``call()`` gives the function, the shapes and dtypes of its arguments, and which are
+    donated."""
+
+    name: str
+    call: Callable[[], Call]
+    may_spill: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What compiling brought. Registers a thread; bytes of the kernel that takes most."""
+
+    name: str
+    seconds: float
+    registers: int
+    spilled_bytes: int
+    temp_bytes: int
+    kernels: int
+    error: str = ""
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def attention(rows: int, queries: int, dim: int, dtype: Any = jnp.bfloat16, **options: Any) -> Call:
+    """Llama 3 8B's heads (32 over 8) or SmolLM2's (9 over 3), pages of 32 tokens, contexts of 4,096."""
+    heads, group = (8, 4) if dim == 128 else (3, 3)
+    head = (32, dim) if dtype != jnp.uint8 else (32 * (dim + 4),)
+
+    def call(q, pages, tables, starts, counts):
+        return paged_attention(q, pages, tables, starts, counts, kernels=HOPPER, scale=dim**-0.5, **options)
+
+    shapes = (
+        array(rows, queries, heads, group, dim, dtype=jnp.float32),
+        array(8193, 2, heads, *head, dtype=dtype),
+        array(rows, 128, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+    )
+    return call, shapes, ()
+
+
+KERNELS = (
+    Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
+    Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
+    Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
+    Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),
+)
+
+
+@contextmanager
+def printed(found: list[str]) -> Iterator[None]:
+    """What the libraries beneath print on stdout and stderr, in ``found``."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile("w+") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            file.seek(0)
+            found.append(file.read())
+
+
+def build(kernel: Kernel, mesh: Mesh) -> Outcome:
+    """Compile one case."""
+    function, shapes, donated = kernel.call()
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding(mesh)), shapes)
+    begun, text, error, temp = time.perf_counter(), [""], "", 0
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), printed(text):
+            compiled = jax.jit(function, donate_argnums=donated).lower(*placed).compile()
+        temp = compiled.memory_analysis().temp_size_in_bytes
+    except Exception as problem:  # whatever the compiler raises: the others are still tried
+        error = f"{type(problem).__name__}: {problem}"
+    seconds = time.perf_counter() - begun
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", text[-1])]
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", text[-1])]
+    return Outcome(kernel.name, seconds, max(registers, default=0), max(spills, default=0), temp, len(registers), error)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only cases whose names contain one of these")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file too")
+    args = parser.parse_args()
+    try:
+        mesh = targets.mesh_of(targets.find("h200"), EngineConfig())
+    except ConfigError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    outcomes, bad = [], 0
+    for kernel in KERNELS:
+        if args.names and not any(name in kernel.name for name in args.names):
+            continue
+        outcome = build(kernel, mesh)
+        outcomes.append(outcome)
+        fails = bool(outcome.error) or not outcome.kernels or (outcome.spilled_bytes > 0 and not kernel.may_spill)
+        bad += fails
+        line = f"{outcome.registers:4d} registers {outcome.spilled_bytes:6d} B spilled"
+        line += f" {outcome.temp_bytes / 2**20:8.1f} MiB temp {outcome.seconds:6.1f} s {outcome.error[:400]}"
+        print(f"{'FAIL' if fails else 'ok':4s} {kernel.name:44s} {line}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    return 1 if bad or not outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""What the Mosaic GPU kernels for Hopper share."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Rows that one wgmma multiplies."""
+MASKED = -1e30
+"""A score that no query sees; finite, so that a row that sees nothing stays finite too."""
+
+
+def tiled(*shape: int, dtype: Any) -> Any:
+    """Shared memory that wgmma reads: tiles of 8 rows and up to 128 bytes, swizzled."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    tiling, swizzling = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
