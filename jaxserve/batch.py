@@ -135,7 +135,10 @@ class Packer:
         self.choice[:, _COLUMN["slot"]] = np.arange(max_num_seqs + 1)
         self.owner: list[tuple[Sequence, int] | None] = [None] * (max_num_seqs + 1)
         """Who the buffers were filled for: a sequence and its admission."""
-        self.written = [0] * (max_num_seqs + 1)
+        self.written = [[0] * groups for _ in range(max_num_seqs + 1)]
+        """Pages of the owner that the tables have."""
+        self.room = [0] * (max_num_seqs + 1)
+        """The owner's ``room`` when they were written: it grows with the pages."""
         self.rows: list[SlotRow | None] = [None] * (max_num_seqs + 1)
         """What was uploaded for each slot's owner, where it shapes its logits."""
 
@@ -218,7 +221,8 @@ class Packer:
             slot = seq.slot
             new = self.owner[slot] != (seq, seq.preemptions)
             if new:
-                self.owner[slot], self.written[slot] = (seq, seq.preemptions), 0
+                self.owner[slot], self.room[slot] = (seq, seq.preemptions), 0
+                self.written[slot] = [0] * self.groups
                 self._fill_choice(seq)
                 row = self._slot_row(seq) if seq.params.shapes_logits else None
                 self.rows[slot] = row
@@ -226,11 +230,19 @@ class Packer:
                     rows.append((slot, row))
                 if self.marks is not None and (mark := self.marks.admit(seq)) is not None:
                     marks.append((slot, mark))
-            done = self.written[slot]
-            if done < len(seq.pages):
-                self.tables[0, slot, done : len(seq.pages)] = seq.pages[done:]
-                self.written[slot] = len(seq.pages)
+            if self.room[slot] != seq.room:
+                self.room[slot] = seq.room
+                self._write_tables(seq)
         return rows, marks
+
+    def _write_tables(self, seq: Sequence) -> None:
+        """A page for every page of the text, and 0 for those behind a window."""
+        written = self.written[seq.slot]
+        for group, (pages, behind) in enumerate(zip(seq.pages, seq.behind, strict=True)):
+            table, done = self.tables[group, seq.slot], max(written[group], behind)
+            table[:behind] = 0
+            table[done : len(pages)] = pages[done:]
+            written[group] = len(pages)
 
     def _masks(self, sampled: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """Slots and words of the masks that this step's tokens depend on: those of host-driven sequences."""

@@ -8,18 +8,22 @@ others have run out.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxserve.windows import Windows
+
 
 class PagePool:
     """Page numbers ``1 .. num_pages - 1``; page 0 is the dump that padding writes to and is never handed out.
 
-    ``forget`` is called with every kept page that is taken for something else.
+    Groups of layers with the given ``windows`` all take from it: a page belongs to one of them at a time. ``forget`` is
+    called with every kept page that is taken for something else.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, windows: tuple[int | None, ...] = (None,)):
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages, got {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.windows = Windows(windows, page_size)
         self.forget: Callable[[int], None] = lambda page: None
         self._holders = [0] * num_pages
         self._blank = list(range(num_pages - 1, 0, -1))

@@ -1,8 +1,13 @@
 """Which KV pages hold which text, so that a prompt's known beginning is not computed again. Imports no jax.
 
 The key of a full page is a SHA-256 over the key before it and the page's token ids; the first key stands for all else
-that must agree (model and layout, the request's salt). Equal keys mean equal texts from the start. A page that is not
-full, or a full one of which only the first tokens agree, serves too: it is copied, and the copy written on.
+that must agree (model and layout, the request's salt, the group of layers). Equal keys mean equal texts from the start.
+A page that is not full, or a full one of which only the first tokens agree, serves too: it is copied, and the copy
+written on.
+
+Every group of layers has pages of its own. A beginning is known where all groups have what the next token looks at: a
+group without a window all pages from the start, one with a window those that lie in it. Where a window is missing, the
+beginning that is known ends further ahead, and the rest is computed.
 
 Pages enter when the step that fills them has been planned, to be matched from the next plan on: the device runs steps
 in order. They stay while held, and afterwards until the pool needs them; then they go to the host tier, where there is
@@ -12,58 +17,70 @@ Stores that outlive the process, where there are some, get a copy of every full 
 and bring it back through the host tier: what is lost with the process is only what has not been copied yet.
 """
 
-import hashlib
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TypeGuard
 
+from jaxserve.chains import Chain, common, tail_key
 from jaxserve.host_tier import SIZES, Block, HostTier, Spill, sizes
 from jaxserve.pages import PagePool
 from jaxserve.store_tier import StoreTier
 
 LOOK_AT = 64
 """Pages that continue the same text are compared with a prompt at most this often, the latest first."""
+Tables = Sequence[Sequence[int]]
+"""For each group the pages of a text; 0 where there is none because it lies behind the window."""
 
 
-@dataclass(slots=True)
-class Chain:
-    """The keys of one sequence's pages. ``keys[i]`` belongs to page i, which is full; ``keys`` grows with the text."""
+def in_order(tables: Tables) -> list[int]:
+    """The pages of all groups, from the beginning of the text to its end."""
+    return [page for pages in zip_longest(*tables, fillvalue=0) for page in pages if page]
 
-    root: bytes
-    keys: list[bytes] = field(default_factory=list)
-    entered: int = 0
-    """Full pages that have been put into the cache, or were found there."""
 
-    def before(self, page: int) -> bytes:
-        """The key that page number ``page`` of the sequence builds upon."""
-        return self.keys[page - 1] if page else self.root
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Page ``number`` of a group's table is record number ``record`` of a block. It may be filled in part."""
+
+    group: int
+    number: int
+    block: Block
+    record: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A known beginning of ``tokens`` tokens: ``pages``, held for the asker, then the first tokens of page ``copy``.
+    """A known beginning of ``tokens`` tokens: ``pages`` by group, held for the asker, then the first tokens of the
+    ``copies``: (group, page) each.
 
-    A page 0 stands for one that is not on the device: ``loads`` has its number in the sequence, and the record. The
-    last one loaded may be filled in part.
+    A page 0 stands for one that lies behind the window, or that is not on the device and has to be loaded.
     """
 
     tokens: int
-    pages: list[int]
-    copy: int | None = None
-    loads: list[tuple[int, Block, int]] = field(default_factory=list)
+    pages: list[list[int]]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     beyond: list[bytes] = field(default_factory=list)
     """Records in the stores that would make it longer."""
 
     @property
     def held(self) -> list[int]:
-        return [page for page in self.pages if page]
+        return in_order(self.pages)
 
     @property
     def pinned(self) -> list[int]:
-        """All that is held for the asker: the page to copy as well."""
-        return self.held if self.copy is None else [*self.held, self.copy]
+        """All that is held for the asker: the pages to copy as well."""
+        return [*self.held, *(page for _, page in self.copies)]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What is known of a text: ``pages`` whole pages, and ``rest`` tokens of the next, where each group has one of
+    ``tails``: a page, or the key of a record."""
+
+    pages: int
+    rest: int
+    tails: list[int | bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,98 +123,156 @@ class PrefixCache:
 
     def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
         """The keys of a new sequence. Different salts share nothing."""
-        chain = Chain(hashlib.sha256(f"{self._layout}\0{salt}".encode("utf-8", "surrogatepass")).digest())
-        self.extend(chain, tokens)
+        chain = Chain.begin(len(self.pool.windows), self._layout, salt)
+        chain.extend(tokens, self.pool.page_size)
         return chain
 
-    def extend(self, chain: Chain, tokens: Sequence[int]) -> None:
-        """Add the keys of the pages that ``tokens`` (all of the sequence's) fill by now."""
-        size = self.pool.page_size
-        for page in range(len(chain.keys), len(tokens) // size):
-            chain.keys.append(_key(chain.before(page), tokens[page * size : (page + 1) * size]))
-
-    def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Hit:
-        """The longest known beginning of ``tokens``, at most ``limit`` of them. Its pages are held."""
-        size = self.pool.page_size
-        self.extend(chain, tokens)
-        pages: list[int] = []
-        loads: list[tuple[int, Block, int]] = []
-        while (len(pages) + 1) * size <= limit:
-            key = chain.keys[len(pages)]
-            page = self._by_key.get(key)
-            if page is None:
-                if (record := self._record(key)) is None:
-                    break
-                loads.append((len(pages), *record))
-            pages.append(page or 0)
-        done = len(pages) * size
-        best, copy = 0, None
-        rest = tuple(tokens[done : min(done + size, limit)])
-        if rest:
-            for page in islice(reversed(self._after.get(chain.before(len(pages)), {})), LOOK_AT):
-                same = _common(self._entries[page].tokens, rest)
-                if same > best:
-                    best, copy = same, page
-        if best < len(rest) and (record := self._record(_key(chain.before(len(pages)), rest))) is not None:
-            loads.append((len(pages), *record))
-            pages.append(0)
-            best, copy = len(rest), None
-        beyond = (
-            []
-            if self.stores is None or best == len(rest)
-            else self._beyond(chain, tokens, limit, len(pages), len(loads))
-        )
-        hit = Hit(done + best, pages, copy, loads, beyond)
+    def match(self, chain: Chain, tokens: Sequence[int], limit: int, *, tails: bool = True) -> Hit:
+        """The longest known beginning of ``tokens``, at most ``limit`` of them; whole pages without ``tails``. Its
+        pages are held."""
+        chain.extend(tokens, self.pool.page_size)
+        hit = None
+        while hit is None:  # once more where a record turns out to be damaged: it is dropped
+            hit = self._hit(chain, self._longest(chain, tokens, limit, self._recorded, tails=tails))
+        if self.stores is not None and tails and hit.tokens < limit:
+            hit.beyond.extend(self._beyond(chain, tokens, limit, hit.tokens))
         self.pool.hold(hit.pinned)
         return hit
 
-    def _beyond(self, chain: Chain, tokens: Sequence[int], limit: int, page: int, loads: int) -> list[bytes]:
-        """Keys of records in the stores for the pages from ``page`` on, up to the first one that is nowhere.
+    def _longest(
+        self, chain: Chain, tokens: Sequence[int], limit: int, below: Callable[[bytes], bool], *, tails: bool = True
+    ) -> Beginning:
+        """The longest beginning of which all groups have what they need, on the device or ``below`` it."""
+        size, windows = self.pool.page_size, self.pool.windows.tokens
+        page = limit // size
+        for keys, window in zip(chain.keys, windows, strict=True):
+            if window is None:
+                page = next((n for n in range(page) if keys[n] not in self._by_key and not below(keys[n])), page)
+        while True:
+            missing = self._missing(chain, page, min(page * size + size - 1, limit), below)
+            if missing is None:
+                rest = tuple(tokens[page * size : min(page * size + size, limit)]) if tails else ()
+                found = self._tails(chain, page, rest, below)
+                missing = self._missing(chain, page, page * size + found.rest, below)
+                if missing is None:
+                    return found
+            page = missing  # no longer one can do without it
 
-        With those to ``loads`` they have to fit into the host tier.
+    def _missing(self, chain: Chain, page: int, position: int, below: Callable[[bytes], bool]) -> int | None:
+        """The last page before ``page`` that the token at ``position`` looks at through a window and that some group
+        does not have."""
+        last = -1
+        for group, window in enumerate(self.pool.windows.tokens):
+            if window is not None:
+                keys, first = chain.keys[group], self.pool.windows.first(group, position)
+                for number in range(page - 1, max(first - 1, last), -1):
+                    if keys[number] not in self._by_key and not below(keys[number]):
+                        last = number
+                        break
+        return None if last < 0 else last
+
+    def _tails(self, chain: Chain, page: int, rest: tuple[int, ...], below: Callable[[bytes], bool]) -> Beginning:
+        """How much of ``rest``, which follows on whole pages, all groups have on the next."""
+        shortest = len(rest)
+        tails: list[int | bytes] = []
+        for group in range(len(chain.keys) if rest else 0):
+            before = chain.before(group, page)
+            best, tail = 0, None
+            for other in islice(reversed(self._after.get(before, {})), LOOK_AT):
+                same = common(self._entries[other].tokens, rest)
+                if same > best:
+                    best, tail = same, other
+            if best < len(rest) and below(key := tail_key(before, rest)):
+                tails.append(key)
+            elif tail is None:
+                return Beginning(page, 0, [])
+            else:
+                tails.append(tail)
+                shortest = min(shortest, best)
+        return Beginning(page, shortest, tails)
+
+    def _hit(self, chain: Chain, known: Beginning) -> Hit | None:
+        """The pages and records of a beginning; None where one of them cannot be read."""
+        hit = Hit(known.pages * self.pool.page_size + known.rest, [])
+        for group, keys in enumerate(chain.keys):
+            first = self.pool.windows.first(group, hit.tokens)
+            pages = [0] * first + [self._by_key.get(key, 0) for key in keys[first : known.pages]]
+            wanted = [(number, keys[number]) for number in range(first, known.pages) if not pages[number]]
+            if known.tails:
+                tail = known.tails[group]
+                if isinstance(tail, bytes):
+                    wanted.append((known.pages, tail))
+                    pages.append(0)
+                else:
+                    hit.copies.append((group, tail))
+            for number, key in wanted:
+                assert self.tier is not None
+                if (record := self.tier.find(key)) is None:
+                    return None
+                hit.loads.append(Load(group, number, *record))
+            hit.pages.append(pages)
+        return hit
+
+    def _beyond(self, chain: Chain, tokens: Sequence[int], limit: int, known: int) -> list[bytes]:
+        """Keys of the records in the stores that would make more than the first ``known`` tokens known.
+
+        With the others that would be loaded then they have to fit into the host tier.
         """
         assert self.tier is not None
-        assert self.stores is not None
-        size = self.pool.page_size
-        keys = chain.keys[page : limit // size]
-        rest = tokens[limit // size * size : limit]
-        if rest:
-            keys.append(_key(chain.before(limit // size), rest))
-        found = []
-        for key in keys[: max(0, self.tier.capacity - loads)]:
-            if key in self.stores:
-                found.append(key)
-            elif key not in self._by_key and key not in self.tier:
-                break
-        return found
+        stores, size = self.stores, self.pool.page_size
+        assert stores is not None
+        while True:
+            found = self._longest(chain, tokens, limit, lambda key: self._recorded(key) or key in stores)
+            length = found.pages * size + found.rest
+            if length <= known:
+                return []
+            firsts = [self.pool.windows.first(group, length) for group in range(len(chain.keys))]
+            keys = [
+                keys[number]
+                for number in range(min(firsts), found.pages)
+                for keys, first in zip(chain.keys, firsts, strict=True)
+                if number >= first and keys[number] not in self._by_key
+            ]
+            keys += [tail for tail in found.tails if isinstance(tail, bytes)]
+            if len(keys) <= self.tier.capacity:
+                return [key for key in keys if key not in self.tier]
+            less = -(-(len(keys) - self.tier.capacity) // len(firsts))
+            limit = max(0, found.pages + bool(found.rest) - less) * size
 
-    def _record(self, key: bytes) -> tuple[Block, int] | None:
-        return None if self.tier is None else self.tier.find(key)
+    def _recorded(self, key: bytes) -> bool:
+        """Whether the host tier has it."""
+        return self.tier is not None and key in self.tier
 
-    def enter(
-        self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int, *, tail: bool = True
-    ) -> None:
+    def enter(self, chain: Chain, tokens: Sequence[int], pages: Tables, computed: int, *, tail: bool = True) -> None:
         """Make known what a sequence has in ``pages``: the first ``computed`` of its ``tokens``.
 
         ``tail`` False leaves out what is on a page not yet full.
         """
         size = self.pool.page_size
-        self.extend(chain, tokens)
+        chain.extend(tokens, size)
         full = computed // size
-        for page in range(chain.entered, full):
-            key = chain.keys[page]
-            if key not in self._by_key:
-                text = tuple(tokens[page * size : (page + 1) * size])
-                self._put(pages[page], Entry(chain.before(page), text, key, key))
+        entered: list[bytes] = []
+        for number in range(chain.entered, full):
+            text: tuple[int, ...] = ()
+            for group, table in enumerate(pages):
+                key = chain.keys[group][number]
+                if key not in self._by_key:
+                    if not table[number]:
+                        continue
+                    text = text or tuple(tokens[number * size : (number + 1) * size])
+                    self._put(table[number], Entry(chain.before(group, number), text, key, key))
+                entered.append(key)
         if self.stores is not None:
-            self._want_copies(self.stores, chain.keys[chain.entered : full])
+            self._want_copies(self.stores, entered)
         chain.entered = max(chain.entered, full)
         rest = tuple(tokens[full * size : computed]) if tail else ()
-        if rest and not self._covered(chain.before(full), rest):
-            self._put(pages[full], Entry(chain.before(full), rest, None, None))
+        for group, table in enumerate(pages if rest else ()):
+            before = chain.before(group, full)
+            if not self._covered(before, rest):
+                self._put(table[full], Entry(before, rest, None, None))
 
     def leave(
-        self, chain: Chain, tokens: Sequence[int], pages: Sequence[int], computed: int, *, returns: bool = False
+        self, chain: Chain, tokens: Sequence[int], pages: Tables, computed: int, *, returns: bool = False
     ) -> None:
         """A sequence gives its pages back; what they hold stays known until they are needed.
 
@@ -207,25 +282,29 @@ class PrefixCache:
         self.enter(chain, tokens, pages, computed)
         full = computed // self.pool.page_size
         rest = tuple(tokens[full * self.pool.page_size : computed])
-        if returns and rest:
-            before = chain.before(full)
-            self._put(pages[full], Entry(before, rest, None, _key(before, rest)))
-        for key in reversed(chain.keys[: computed // self.pool.page_size]):
-            if (known := self._by_key.get(key)) is not None:
-                self.pool.touch(known)
+        for group, table in enumerate(pages):
+            if returns and rest:
+                before = chain.before(group, full)
+                self._put(table[full], Entry(before, rest, None, tail_key(before, rest)))
+        for number in reversed(range(full)):
+            for group, table in enumerate(pages):
+                if table[number] and (known := self._by_key.get(chain.keys[group][number])) is not None:
+                    self.pool.touch(known)
         chain.entered = 0  # if it comes back, it will be with other pages
-        self.let_go(pages)
+        self.let_go(in_order(pages))
 
     def let_go(self, pages: Sequence[int]) -> None:
         """Hold pages no longer: a hit is not wanted after all, its page has been copied, or a sequence leaves."""
         self.pool.give(pages, keep=self._entries.__contains__)
 
     def keys(self, chain: Chain, tokens: Sequence[int], page: int) -> Iterator[bytes]:
-        """The keys of the pages of ``tokens`` from number ``page`` on; the last page's as far as it is filled."""
-        self.extend(chain, tokens)
-        yield from chain.keys[page:]
-        if tail := tokens[len(chain.keys) * self.pool.page_size :]:
-            yield _key(chain.before(len(chain.keys)), tail)
+        """The first group's keys of the pages of ``tokens`` from number ``page`` on; the last page's as far as it is
+        filled."""
+        chain.extend(tokens, self.pool.page_size)
+        full = len(chain.keys[0])
+        yield from chain.keys[0][page:]
+        if tail := tokens[full * self.pool.page_size :]:
+            yield tail_key(chain.before(0, full), tail)
 
     def keepsakes(self) -> dict[bytes, int]:
         """Kept pages that neither the host tier nor a store has, by their record's key, the last used first."""
@@ -313,17 +392,3 @@ class PrefixCache:
             raise AssertionError("the prefix cache's indices disagree")
         if not self.backlog.keys() <= keys.keys():
             raise AssertionError("a page is to be copied that is not on the device")
-
-
-def _key(before: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(before + array("I", tokens).tobytes()).digest()
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens agree from the start."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

@@ -4,6 +4,9 @@ Every step, running sequences decode first; the prompt budget goes, priority by 
 to new ones in order of arrival. A new one is admitted when a slot is free and the pages of its whole prompt are; what
 the prefix cache knows of it is not computed. One whose next page is just being computed by another waits for that.
 
+Every group of layers has pages of its own. Those of a group with a window go back as soon as what is planned next looks
+at them no more: the device runs steps in order, so whoever writes to them does so after the last step that reads them.
+
 A sequence is preempted when another, before it in order, needs a page to go on and none is free, or when one of better
 priority waits and does not fit beside it. It gives everything back, and goes on later with what the prefix cache still
 has of it; the rest is computed again. Nobody is preempted for one who is later in order, so the first always
@@ -19,11 +22,10 @@ from itertools import islice
 
 from jaxserve.host_tier import Block, Restore
 from jaxserve.pages import PagePool
-from jaxserve.prefix_cache import Hit, PrefixCache
+from jaxserve.prefix_cache import Hit, PrefixCache, in_order
 from jaxserve.request import FinishReason
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
 
-NOTHING = Hit(0, [])
 CHEAP, DEAR = 2, 4
 """How fast the room grows that a sequence needs to come back, where its pages are still known, and where not."""
 LOOK_AHEAD = 256
@@ -43,6 +45,7 @@ class Scheduler:
         self.pool = pool
         self.cache = cache or PrefixCache(pool)
         self.max_num_seqs = max_num_seqs
+        self.groups = len(pool.windows)
         self.blocks = prompt_tokens // block
         self.block = block
         self.waiting: list[Sequence] = []
@@ -66,7 +69,7 @@ class Scheduler:
         self.cache.back_up()
         self._make_way()
         before = self.preemptions
-        plan = StepPlan(self._decodes(), [])
+        plan = StepPlan(self._run_on(), [])
         self._prompts(plan, admit=self.preemptions == before)
         self._enter(plan)
         for seq in plan.decodes:
@@ -108,7 +111,8 @@ class Scheduler:
             room = self.pool.free + self._given_back([*self.leaving, *chosen])
             slots = len(self.free_slots) + len(self.leaving) + len(chosen)
             # Those who stay get a page each, so that they do not preempt each other at once.
-            if slots and room >= self._need(seq, hit) + self._reserve(seq, hit) + len(worse) - len(chosen):
+            stay = (len(worse) - len(chosen)) * self.groups
+            if slots and room >= self._need(seq, hit) + self._reserve(seq, hit) + stay:
                 return chosen
             if not may_go:
                 return []
@@ -116,12 +120,17 @@ class Scheduler:
 
     def _given_back(self, seqs: list[Sequence]) -> int:
         """Pages that become free when all of them go."""
-        pages = Counter(page for seq in seqs for page in seq.pages)
+        pages = Counter(page for seq in seqs for page in in_order(seq.pages))
         return sum(self.pool.holders(page) == count for page, count in pages.items())
 
     def _need(self, seq: Sequence, hit: Hit) -> int:
         """Pages it takes to admit ``seq``: for all that is known of it, and one token."""
-        return self.pool.pages_for(min(len(seq) + 1, seq.limit)) - len(hit.held)
+        return sum(self._shares(seq, hit)) - len(hit.held)
+
+    def _shares(self, seq: Sequence, hit: Hit) -> list[int]:
+        """The same by group, those of the hit among them: behind a window no more than computing ever takes."""
+        end = min(len(seq) + 1, seq.limit)
+        return self.pool.windows.most(hit.tokens, end, self.blocks * self.block)
 
     def _reserve(self, seq: Sequence, hit: Hit) -> int:
         """Pages to leave free for those that ``seq`` cannot preempt, so that it does not have to go at once.
@@ -130,34 +139,56 @@ class Scheduler:
         """
         beside = sum(other.priority <= seq.priority for other in self.running)
         cheap = len(seq) - hit.tokens <= self.pool.page_size
-        return beside * (CHEAP if cheap else DEAR) ** min(seq.preemptions, 8)
+        return self.groups * beside * (CHEAP if cheap else DEAR) ** min(seq.preemptions, 8)
 
-    def _decodes(self) -> list[Sequence]:
-        chosen = []
+    def _run_on(self) -> list[Sequence]:
+        """Who decodes; they, and the prompts that have begun, get the pages they need for it."""
+        chosen, left = [], self.blocks
         for seq in list(self.running):
-            if seq.status is not Status.RUNNING or seq.prefilling:
+            if seq.status is not Status.RUNNING:
+                continue
+            if seq.prefilling:
+                count = min(seq.prefill_end - seq.computed, left * self.block)
+                left -= -(-count // self.block)
+                self._grow(seq, seq.computed, seq.computed + count)
                 continue
             planned = len(seq) + seq.pending
             if planned >= seq.limit or (seq.pending and seq.host_driven) or seq.awaits_mask:
                 continue  # it ends when collected, or waits for its own last token, or for what may follow that
-            if self._grow(seq, planned):
+            if self._grow(seq, seq.computed, planned):
                 chosen.append(seq)
         return chosen
 
-    def _grow(self, seq: Sequence, tokens: int) -> bool:
-        """Give ``seq`` pages for ``tokens`` tokens, preempting later ones if need be. False: it must wait a step."""
-        need = self.pool.pages_for(tokens) - len(seq.pages)
-        if need <= 0:
+    def _grow(self, seq: Sequence, start: int, end: int) -> bool:
+        """Give ``seq`` pages for the tokens ``[start, end)``, preempting later ones if need be; those that none of
+        them looks at go back. False: it must wait a step."""
+        if end <= seq.room:
             return True
-        while (pages := self.pool.take(need)) is None:
-            if sum(len(s.pages) for s in self.leaving) + self.pool.free >= need:
+        self._shift(seq, start)
+        pages = self.pool.pages_for(end)
+        needs = [max(0, pages - len(table)) for table in seq.pages]
+        need = sum(needs)
+        while (fresh := self.pool.take(need)) is None:
+            if sum(len(in_order(s.pages)) for s in self.leaving) + self.pool.free >= need:
                 return False  # enough comes back when the step in flight is collected
             victim = self._victim(seq)
             self._preempt(victim)
             if victim is seq:
                 return False
-        seq.pages += pages
+        for table, count in zip(seq.pages, needs, strict=True):
+            table += fresh[:count]
+            del fresh[:count]
+        seq.room = min(map(len, seq.pages)) * self.pool.page_size
         return True
+
+    def _shift(self, seq: Sequence, position: int) -> None:
+        """Give back the pages that no token from ``position`` on looks at."""
+        for group, table in enumerate(seq.pages):
+            behind, first = seq.behind[group], self.pool.windows.first(group, position)
+            if behind < first:
+                self.cache.let_go(table[behind:first])
+                table[behind:first] = [0] * (first - behind)
+                seq.behind[group] = first
 
     def _victim(self, needy: Sequence) -> Sequence:
         """Who gives way: one after ``needy`` in order, or ``needy`` itself where there is none."""
@@ -197,8 +228,11 @@ class Scheduler:
         return -(-max(0, seq.prefill_end - seq.computed) // self.block)
 
     def _chunk(self, seq: Sequence, blocks: int, chunks: list[Chunk], *, first: bool = False) -> int:
-        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks; returns how many it takes."""
-        count = min(seq.prefill_end - seq.computed, blocks * self.block)
+        """Plan the next chunk of ``seq`` in at most ``blocks`` blocks, as far as it has pages; returns how many it
+        takes."""
+        count = min(seq.prefill_end, seq.room, seq.computed + blocks * self.block) - seq.computed
+        if count <= 0:
+            return 0
         start, seq.computed = seq.computed, seq.computed + count
         chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)
@@ -207,7 +241,7 @@ class Scheduler:
         """Let ``seq`` in if there are pages for it."""
         reserve = self._reserve(seq, hit)
         if self._need(seq, hit) + reserve > self.pool.free and not (self.running or self.leaving):
-            hit, reserve = self._without_copy(hit), 0
+            hit, reserve = self._without_copies(seq, hit), 0
         need = self._need(seq, hit)
         if need + reserve > self.pool.free:
             self.cache.let_go(hit.pinned)
@@ -216,47 +250,55 @@ class Scheduler:
         self.waiting.remove(seq)
         if not seq.preemptions:
             seq.cached = hit.tokens
-        seq.loaded, seq.fetched = Counter(block.source for _, block, _ in hit.loads), False
-        seq.pages, seq.slot = self._fill(hit, pages, plan), self.free_slots.pop()
+        seq.loaded, seq.fetched = _sources(hit), False
+        self._fill(seq, hit, pages, plan)
+        seq.slot = self.free_slots.pop()
         seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
         bisect.insort(self.running, seq, key=lambda s: s.order)
-        for key in self._keys(seq, len(hit.pages)):
+        for key in self._keys(seq, hit.tokens // self.pool.page_size):
             self._coming.setdefault(key, seq)
         return True
 
-    def _fill(self, hit: Hit, fresh: list[int], plan: StepPlan) -> list[int]:
-        """The pages of a sequence with this hit: the known ones, and ``fresh`` ones, which the plan fills if it can."""
+    def _fill(self, seq: Sequence, hit: Hit, fresh: list[int], plan: StepPlan) -> None:
+        """Give ``seq`` the pages of its hit, and ``fresh`` ones, which the plan fills if it can."""
         fresh = fresh[::-1]
-        pages = [page or fresh.pop() for page in hit.pages] + fresh[::-1]
+        seq.pages, seq.behind = [], []
+        for group, (known, share) in enumerate(zip(hit.pages, self._shares(seq, hit), strict=True)):
+            behind = self.pool.windows.first(group, hit.tokens)
+            more = behind + share - len(known)
+            seq.pages.append([*known[:behind], *(page or fresh.pop() for page in known[behind:])])
+            seq.pages[group] += [fresh.pop() for _ in range(more)]
+            seq.behind.append(behind)
+        seq.room = min(map(len, seq.pages)) * self.pool.page_size
         restores: dict[Block, Restore] = {}
-        for number, block, record in hit.loads:
+        for load in hit.loads:
+            block = load.block
             if block not in restores:
                 restores[block] = Restore(block, [0] * len(block.keys))
-            restores[block].pages[record] = pages[number]
+            restores[block].pages[load.record] = seq.pages[load.group][load.number]
         plan.restores.extend(restores.values())
         for block in restores:
             block.source = "host"  # the next time
         if self.cache.tier is not None:
             self.cache.tier.counts.restored += len(hit.loads)
-        if hit.copy is not None:
-            plan.copies.append((hit.copy, pages[len(hit.pages)]))
-        return pages
+        for group, page in hit.copies:
+            plan.copies.append((page, seq.pages[group][hit.tokens // self.pool.page_size]))
 
-    def _without_copy(self, hit: Hit) -> Hit:
-        """The whole pages of a hit: the page to copy would be in the way of one that needs all there are."""
-        if hit.copy is None:
+    def _without_copies(self, seq: Sequence, hit: Hit) -> Hit:
+        """The whole pages of a hit: pages to copy would be in the way of one that needs all there are."""
+        if not hit.copies or seq.chain is None:
             return hit
-        self.cache.let_go([hit.copy])
-        return Hit(len(hit.pages) * self.pool.page_size, hit.pages, None, hit.loads)
+        self.cache.let_go(hit.pinned)
+        return self.cache.match(seq.chain, seq.text, hit.tokens, tails=False)
 
     def _match(self, seq: Sequence) -> Hit | None:
         """What is known of ``seq``, its last token apart; None where what comes next is just being computed or read."""
         if seq.chain is None:
-            return NOTHING
+            return Hit(0, [[] for _ in range(self.groups)])
         text = seq.text
         whole = seq.params.prompt_logprobs is not None  # all of it has to be computed
         hit = self.cache.match(seq.chain, text, 0 if whole else len(text) - 1)
-        if not whole and next(self._keys(seq, len(hit.pages)), None) in self._coming:
+        if not whole and next(self._keys(seq, hit.tokens // self.pool.page_size), None) in self._coming:
             self.cache.let_go(hit.pinned)
             return None
         if hit.beyond and self._reading(seq, hit.beyond):
@@ -339,18 +381,24 @@ class Scheduler:
             returns = seq.status is Status.WAITING
             self.cache.leave(seq.chain, seq.text, seq.pages, min(seq.computed, len(seq)), returns=returns)
         else:
-            self.pool.give(seq.pages)
+            self.pool.give(in_order(seq.pages))
         self.free_slots.append(seq.slot)
-        seq.pages, seq.slot, seq.computed, seq.prefill_end = [], -1, 0, 0
+        seq.pages, seq.behind, seq.room = [], [], 0
+        seq.slot, seq.computed, seq.prefill_end = -1, 0, 0
 
     def check(self) -> None:
         """Raise AssertionError unless every page and slot is either free or held by exactly one sequence."""
         holders = self.running + self.leaving
-        self.pool.check(page for seq in holders for page in seq.pages)
+        self.pool.check(page for seq in holders for page in in_order(seq.pages))
         self.cache.check()
         slots = sorted([*self.free_slots, *(seq.slot for seq in holders)])
         if slots != list(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not 0 .. {self.max_num_seqs - 1}")
+
+
+def _sources(hit: Hit) -> Counter[str]:
+    """Pages of the text by where they came from: what some group has loaded has come from there."""
+    return Counter({load.number: load.block.source for load in hit.loads}.values())
 
 
 def _loss(seq: Sequence) -> tuple[int, ...]:

@@ -49,7 +49,12 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
+    """For each group of layers, in the order of the text; 0 where the page lies behind the group's window."""
+    behind: list[int] = field(default_factory=list)
+    """How many those are, all at the beginning."""
+    room: int = 0
+    """Tokens that all groups have pages for."""
     computed: int = 0
     prefill_end: int = 0
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""

@@ -9,7 +9,7 @@ from memory_stores import MemoryStores
 from jaxserve.constraint import Constraint, Mask
 from jaxserve.host_tier import HostTier
 from jaxserve.pages import PagePool
-from jaxserve.prefix_cache import PrefixCache
+from jaxserve.prefix_cache import PrefixCache, in_order
 from jaxserve.request import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence, Status, StepPlan
@@ -73,8 +73,10 @@ class World:
     """Whether there is a faster one before it."""
     disk_turns: int = 0
     """Turns that a read takes."""
-    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(page, offset) -> (position, token)."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers."""
+    kv: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """(page, offset) -> (group, position, token)."""
     last_token: dict[int, int] = field(default_factory=dict)
     flight: deque = field(default_factory=deque)
     covered: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -91,7 +93,9 @@ class World:
     """Arrival of a sequence -> the turns in which it was preempted."""
 
     def __post_init__(self) -> None:
-        pool = PagePool(self.pages + 1, self.page_size)
+        pool = PagePool(self.pages + 1, self.page_size, self.windows)
+        self.most = [0] * len(self.windows)
+        """Pages that a sequence has held at once, by group."""
         self.tier = HostTier(self.records, 1)
         stores = [("sidecar", {}), ("disk", {})] if self.near else [("disk", {})]
         self.store = MemoryStores(self.disk, *stores, near=self.near) if self.disk and self.records else None
@@ -101,7 +105,9 @@ class World:
         self.scheduler = Scheduler(pool, **limits, cache=self.cache)
 
     def run(self, wishes: list[Wish]) -> list[Sequence]:
-        longest = self.pages * self.page_size
+        everything = self.pages * self.page_size
+        longest = self.scheduler.pool.windows.longest(self.pages, self.blocks * BLOCK, everything)
+        assert longest > 0, "not even one token fits"
         seqs = []
         for arrival, wish in enumerate(wishes):
             prompt = min(wish.prompt, longest)
@@ -135,7 +141,7 @@ class World:
         self.masks_come()
         plan = self.schedule()
         if plan is not None:
-            self.flight.append((plan, self.launch(plan), [(s, list(s.pages), s.slot) for s in plan.sequences]))
+            self.flight.append((plan, self.launch(plan), [(s, tables_of(s), s.slot) for s in plan.sequences]))
         if self.flight and (plan is None or len(self.flight) > self.depth):
             plan, tokens, _ = self.flight.popleft()
             self.collect(plan, tokens)
@@ -175,12 +181,12 @@ class World:
         running, waiting, preemptions = list(scheduler.running), list(scheduler.waiting), scheduler.preemptions
         first = running[0] if running else None
         best = min((s.priority for s in waiting), default=None)
-        supply = scheduler.pool.free + sum(len(s.pages) for s in scheduler.leaving)
+        supply = scheduler.pool.free + sum(len(in_order(s.pages)) for s in scheduler.leaving)
         demand = sum(
-            max(0, scheduler.pool.pages_for(len(s) + s.pending) - len(s.pages))
+            max(0, scheduler.pool.pages_for(end) - len(table))
             for s in scheduler.running
-            if not s.prefilling and len(s) + s.pending < s.limit and not (s.host_driven and s.pending)
-            if not s.awaits_mask
+            if (end := self.end_of_step(s)) is not None
+            for table in s.pages
         )
         plan = scheduler.schedule()
         if scheduler.preemptions > preemptions:
@@ -200,13 +206,23 @@ class World:
         self.check()
         return plan
 
+    def end_of_step(self, seq: Sequence) -> int | None:
+        """How far a running sequence may get in the next step; None where it does not take part."""
+        if seq.prefilling:
+            return min(seq.prefill_end, seq.computed + self.blocks * BLOCK)
+        if len(seq) + seq.pending >= seq.limit or (seq.host_driven and seq.pending) or seq.awaits_mask:
+            return None
+        return len(seq) + seq.pending
+
     def check_plan(self, plan: StepPlan) -> None:
         seqs = plan.sequences
         assert len({id(s) for s in seqs}) == len(seqs) <= self.slots
         assert all(s.status is Status.RUNNING for s in seqs)
         assert sum(-(-c.count // BLOCK) for c in plan.chunks) <= self.blocks
         for seq in seqs:
-            assert seq.computed <= len(seq.pages) * self.page_size
+            for group, table in enumerate(seq.pages):
+                assert seq.computed <= len(table) * self.page_size
+                self.most[group] = max(self.most[group], sum(page > 0 for page in table))
             # A prompt that is all its limit allows still samples one token, which nobody keeps.
             assert len(seq) + seq.pending <= max(seq.limit, len(seq.prompt) + 1)
         for seq in plan.decodes:
@@ -249,22 +265,31 @@ class World:
             end = chunk.start + chunk.count
             for position, token in enumerate(chunk.seq.tokens(chunk.start, end), chunk.start):
                 self.write(chunk.seq, position, token)
+        starts = [(seq, seq.computed - 1) for seq in plan.decodes] + [(c.seq, c.start) for c in plan.chunks]
+        for seq, start in starts:
+            self.read_all(seq, start)
         for seq in plan.sampled:
-            for position in range(seq.computed):
-                page, offset = seq.pages[position // self.page_size], position % self.page_size
-                assert self.kv[page, offset] == (position, word(self.topic(seq), position))
             token = word(self.topic(seq), seq.computed)
             self.last_token[seq.slot] = token
             tokens.append(token)
         return tokens
 
-    def write(self, seq: Sequence, position: int, token: int) -> None:
-        page = seq.pages[position // self.page_size]
-        assert page > 0
-        assert self.scheduler.pool.holders(page) == 1, "a page that others read is written"
-        self.kv[page, position % self.page_size] = (position, token)
+    def read_all(self, seq: Sequence, start: int) -> None:
+        """What attention reads for the tokens from ``start`` on: in each group all that its window shows them."""
+        for group, table in enumerate(seq.pages):
+            window = self.windows[group]
+            for position in range(0 if window is None else max(0, start - window + 1), seq.computed):
+                page, offset = table[position // self.page_size], position % self.page_size
+                assert self.kv[page, offset] == (group, position, word(self.topic(seq), position))
 
-    def page(self, page: int) -> dict[int, tuple[int, int]]:
+    def write(self, seq: Sequence, position: int, token: int) -> None:
+        for group, table in enumerate(seq.pages):
+            page = table[position // self.page_size]
+            assert page > 0
+            assert self.scheduler.pool.holders(page) == 1, "a page that others read is written"
+            self.kv[page, position % self.page_size] = (group, position, token)
+
+    def page(self, page: int) -> dict[int, tuple[int, int, int]]:
         return {offset: self.kv[page, offset] for offset in range(self.page_size) if (page, offset) in self.kv}
 
     def topic(self, seq: Sequence) -> int:
@@ -293,12 +318,19 @@ class World:
         for _, _, held in self.flight:
             for seq, pages, slot in held:
                 assert seq.slot == slot, "a slot went back while a step in flight uses it"
-                assert seq.pages[: len(pages)] == pages, "pages went back while a step in flight touches them"
+                for window, now, then in zip(self.windows, seq.pages, pages, strict=True):
+                    assert len(now) >= len(then)
+                    same = all(a == b or (window is not None and not a) for a, b in zip(now, then, strict=False))
+                    assert same, "pages went back while a step in flight touches them"
+
+
+def tables_of(seq: Sequence) -> list[list[int]]:
+    return [list(table) for table in seq.pages]
 
 
 def topic_of(arrival: int, wish: Wish) -> int:
     return 100 + arrival if wish.topic is None else wish.topic
 
 
-def make(pages: int = 32, slots: int = 2, blocks: int = 2) -> Scheduler:
-    return Scheduler(PagePool(pages + 1, 4), max_num_seqs=slots, prompt_tokens=blocks * BLOCK, block=BLOCK)
+def make(pages: int = 32, slots: int = 2, blocks: int = 2, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
+    return Scheduler(PagePool(pages + 1, 4, windows), max_num_seqs=slots, prompt_tokens=blocks * BLOCK, block=BLOCK)

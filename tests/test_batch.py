@@ -141,7 +141,7 @@ def test_every_row_points_at_its_own_pages_and_tokens(seed: int, depth: int, pag
                 assert row >= decodes or slots[row] == SLOTS, "a padding row reads the dump slot"
                 continue
             seq, start, length = want
-            used = seq.pages[: -(-(start + length) // PAGE)]
+            used = seq.pages[0][: -(-(start + length) // PAGE)]
             assert tables[0, row, : len(used)].tolist() == used
             assert spans[:, row].tolist() == [start, length]
             if row < decodes:

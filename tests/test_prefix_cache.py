@@ -18,14 +18,16 @@ from hypothesis.stateful import (
 )
 from memory_stores import MemoryStores
 
+from jaxserve.chains import Chain
 from jaxserve.host_tier import Block, HostTier
 from jaxserve.pages import PagePool
-from jaxserve.prefix_cache import Chain, PrefixCache
+from jaxserve.prefix_cache import PrefixCache, in_order
 
 SIZE = 4
 PAGES = 12
 
 
+GROUPS = ((None,), (None, 6), (9,), (None, 3, 13))
 TOPICS = ([0, 1] * 20, [1, 1, 0] * 14, [0] * 40)
 texts = st.builds(
     lambda topic, count, rest: TOPICS[topic][:count] + rest,
@@ -36,16 +38,16 @@ texts = st.builds(
 
 
 class Holder:
-    """A sequence: its text, its pages, and how much of the text they hold."""
+    """A sequence: its text, its pages by group, and how much of the text they hold."""
 
     def __init__(self, salt: str, tokens: list[int], chain: Chain):
         self.salt, self.tokens, self.chain = salt, tokens, chain
-        self.pages: list[int] = []
+        self.pages: list[list[int]] = []
         self.computed = 0
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences over a device of dictionaries: (page, offset) -> (salt, the text up to that token)."""
+    """Sequences over a device of dictionaries: (page, offset) -> (group, salt, the text up to that token)."""
 
     holders = Bundle("holders")
     preempted = Bundle("preempted")
@@ -55,19 +57,20 @@ class CacheMachine(RuleBasedStateMachine):
         records=st.sampled_from([0, 1, 2, 3, 5, 9, 14]),
         kept=st.sampled_from([0, 3, 30]),
         names=st.sampled_from([("disk",), ("sidecar",), ("sidecar", "disk")]),
+        windows=st.sampled_from(GROUPS),
     )
-    def start(self, records: int, kept: int, names: tuple[str, ...]) -> None:
-        self.records, self.kept_records = records, kept
+    def start(self, records: int, kept: int, names: tuple[str, ...], windows: tuple[int | None, ...]) -> None:
+        self.records, self.kept_records, self.windows = records, kept, windows
         self.kept: list[tuple[str, dict[bytes, dict]]] = [(name, {}) for name in names]
         self.begin()
 
     def begin(self) -> None:
-        self.pool = PagePool(PAGES + 1, SIZE)
+        self.pool = PagePool(PAGES * len(self.windows) + 1, SIZE, self.windows)
         self.tier = HostTier(self.records * 10, 10)
         near = self.kept[0][0] == "sidecar"
         self.stores = MemoryStores(self.kept_records, *self.kept, near=near) if self.kept_records else None
         self.cache = PrefixCache(self.pool, tier=self.tier, stores=self.stores)
-        self.device: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.device: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
         self.alive: list[Holder] = []
 
     def page(self, number: int) -> dict:
@@ -110,14 +113,27 @@ class CacheMachine(RuleBasedStateMachine):
                     self.events["a copy of a page"] += 1
 
     def write(self, holder: Holder, start: int, stop: int) -> None:
-        for i in range(start, stop):
-            assert self.pool.holders(holder.pages[i // SIZE]) == 1, "a page that others read is written"
-            self.device[holder.pages[i // SIZE], i % SIZE] = (holder.salt, tuple(holder.tokens[: i + 1]))
+        for group, table in enumerate(holder.pages):
+            for i in range(start, stop):
+                page = table[i // SIZE]
+                assert self.pool.holders(page) == 1, "a page that others read is written"
+                self.device[page, i % SIZE] = (group, holder.salt, tuple(holder.tokens[: i + 1]))
 
     def check_reads(self, holder: Holder) -> None:
-        for i in range(holder.computed):
-            held = self.device[holder.pages[i // SIZE], i % SIZE]
-            assert held == (holder.salt, tuple(holder.tokens[: i + 1]))
+        """What the next token would look at."""
+        for group, table in enumerate(holder.pages):
+            window = self.windows[group]
+            for i in range(0 if window is None else max(0, holder.computed - window + 1), holder.computed):
+                held = self.device[table[i // SIZE], i % SIZE]
+                assert held == (group, holder.salt, tuple(holder.tokens[: i + 1]))
+
+    def shift(self, holder: Holder) -> None:
+        """Pages behind the windows go back."""
+        for group, table in enumerate(holder.pages):
+            first = self.pool.windows.first(group, holder.computed)
+            self.cache.let_go([page for page in table[:first] if page])
+            self.events["behind"] += sum(page > 0 for page in table[:first])
+            table[:first] = [0] * first
 
     @rule(target=holders, salt=st.sampled_from("aab"), tokens=texts)
     def admit(self, salt: str, tokens: list[int]):
@@ -158,36 +174,72 @@ class CacheMachine(RuleBasedStateMachine):
                 for keys, data, source in arrival.blocks:
                     self.tier.adopt(keys, data, source)
             hit = self.cache.match(holder.chain, tokens, len(tokens) - 1)
-            for _, block, _ in hit.loads:
-                self.events[f"came from {block.source}"] += 1
+            for load in hit.loads:
+                self.events[f"came from {load.block.source}"] += 1
         assert hit.tokens <= len(tokens) - 1
-        assert hit.copy is None or hit.tokens % SIZE
-        fresh = self.pool.take(self.pool.pages_for(len(tokens) + 1) - len(hit.held))
+        if not self.tier.capacity:
+            assert hit.tokens == self.most_known(holder)
+        assert not hit.copies or hit.tokens % SIZE
+        groups = range(len(self.windows))
+        firsts = [self.pool.windows.first(group, hit.tokens) for group in groups]
+        last = self.pool.pages_for(len(tokens) + 1)
+        self.events["a window was missing"] += any(self.falls_short(holder, hit.tokens, group) for group in groups)
+        fresh = self.pool.take(sum(last - first for first in firsts) - len(hit.held))
         self.spill()
         if fresh is None:
             self.events["no room"] += 1
             self.cache.let_go(hit.pinned)
             return multiple()
         given = iter(fresh)
-        pages = [page or next(given) for page in hit.pages]
-        fresh = list(given)
-        for number, block, record in hit.loads:
-            assert block.data is not None, "a record is read before it is written"
-            for offset, content in block.data[record].items():
-                self.device[pages[number], offset] = content
+        for known, first in zip(hit.pages, firsts, strict=True):
+            pages = [page or next(given) for page in known[first:]]
+            pages += [next(given) for _ in range(last - first - len(pages))]
+            holder.pages.append([0] * first + pages)
+        assert not list(given)
+        for load in hit.loads:
+            assert load.block.data is not None, "a record is read before it is written"
+            for offset, content in load.block.data[load.record].items():
+                self.device[holder.pages[load.group][load.number], offset] = content
         self.events["loaded"] += len(hit.loads)
-        self.events["loaded a tail"] += bool(hit.loads) and hit.loads[-1][0] == hit.tokens // SIZE
+        self.events["loaded a tail"] += bool(hit.loads) and hit.loads[-1].number == hit.tokens // SIZE
         self.events["loaded under a full tier"] += bool(hit.loads) and self.tier.usage == 1
-        self.events["copied"] += hit.copy is not None
-        holder.pages, holder.computed = pages + fresh, hit.tokens
-        if hit.copy is not None:
+        self.events["copied"] += bool(hit.copies)
+        holder.computed = hit.tokens
+        for group, page in hit.copies:
             for offset in range(SIZE):  # whatever stands there, the rest too
-                if (hit.copy, offset) in self.device:
-                    self.device[fresh[0], offset] = self.device[hit.copy, offset]
-            self.cache.let_go([hit.copy])
+                if (page, offset) in self.device:
+                    self.device[holder.pages[group][hit.tokens // SIZE], offset] = self.device[page, offset]
+            self.cache.let_go([page])
         self.check_reads(holder)
         self.alive.append(holder)
         return holder
+
+    def most_known(self, holder: Holder) -> int:
+        """The longest beginning that the device could supply, by trying them all, the last token apart."""
+        texts = [self.pages_with(group, holder.salt) for group in range(len(self.windows))]
+        for tokens in range(len(holder.tokens) - 1, 0, -1):
+            firsts = [self.pool.windows.first(group, tokens) for group in range(len(self.windows))]
+            wanted = [(n, tuple(holder.tokens[: min((n + 1) * SIZE, tokens)])) for n in range(-(-tokens // SIZE))]
+            if all(text in texts[g] for g, first in enumerate(firsts) for n, text in wanted if n >= first):
+                return tokens
+        return 0
+
+    def pages_with(self, group: int, salt: str) -> set[tuple[int, ...]]:
+        """All texts whose last page the cache knows to be on the device."""
+        found = set()
+        for page in self.cache._entries:
+            held = [self.device[page, offset] for offset in range(len(self.cache._entries[page].tokens))]
+            found |= {text for owner, whose, text in held if (owner, whose) == (group, salt)}
+        return found
+
+    def falls_short(self, holder: Holder, known: int, group: int) -> bool:
+        """Whether the group without a window has the page that would be next, and this one's window is not there."""
+        page = known // SIZE
+        if self.windows[0] is not None or self.windows[group] is None or page >= len(holder.chain.keys[0]):
+            return False
+        if (page + 1) * SIZE >= len(holder.tokens):
+            return False
+        return holder.chain.keys[0][page] in self.cache._by_key
 
     @rule(holder=holders, count=st.integers(1, 9))
     def prefill(self, holder: Holder, count: int) -> None:
@@ -197,19 +249,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.write(holder, holder.computed, stop)
         holder.computed = stop
         self.cache.enter(holder.chain, holder.tokens, holder.pages, stop)
+        self.shift(holder)
 
     @rule(holder=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def decode(self, holder: Holder, tokens: list[int]) -> None:
         if holder not in self.alive or holder.computed < len(holder.tokens):
             return
         for token in tokens:
-            need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages)
+            self.shift(holder)
+            need = self.pool.pages_for(len(holder.tokens) + 1) - len(holder.pages[0])
             if need > 0:
-                fresh = self.pool.take(need)
+                fresh = self.pool.take(need * len(self.windows))
                 self.spill()
                 if fresh is None:
                     return
-                holder.pages += fresh
+                for group, table in enumerate(holder.pages):
+                    table += fresh[group * need : (group + 1) * need]
             holder.tokens.append(token)
             self.write(holder, holder.computed, holder.computed + 1)
             holder.computed += 1
@@ -256,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.events["steps"] += 1
-        self.pool.check(page for holder in self.alive for page in holder.pages)
+        self.pool.check(page for holder in self.alive for page in in_order(holder.pages))
         self.cache.check()
         self.tier.check()
         for holder in self.alive:
@@ -275,10 +330,11 @@ def test_pages_hold_what_they_are_read_for_whatever_happens() -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=420, stateful_step_count=80, deadline=None))
     events = CacheMachine.events
     assert events["steps"] >= 20_000
-    names = ("spilled", "loaded", "copied", "no room", "dropped", "backed up", "waited for a store")
+    names = ("spilled", "loaded", "copied", "no room", "dropped", "backed up", "waited for a store", "behind")
     often = {name: events[name] for name in names}
     assert min(often.values()) >= 100, often
     seldom = ("loaded a tail", "loaded under a full tier", "restarted", "killed", "refused", "a copy of a page")
+    seldom += ("a window was missing",)
     assert min(events[name] for name in (*seldom, "came from sidecar", "came from disk")) >= 5, events
 
 
@@ -286,13 +342,13 @@ def enter_and_leave(cache: PrefixCache, tokens: list[int], salt: str = "") -> li
     """A sequence that computes ``tokens`` and goes."""
     chain = cache.chain(tokens, salt)
     hit = cache.match(chain, tokens, len(tokens) - 1)
-    fresh = cache.pool.take(cache.pool.pages_for(len(tokens)) - len(hit.pages))
+    (known,) = hit.pages
+    fresh = cache.pool.take(cache.pool.pages_for(len(tokens)) - len(known))
     assert fresh is not None
-    if hit.copy is not None:
-        cache.let_go([hit.copy])
-    pages = hit.pages + fresh
-    cache.enter(chain, tokens, pages, len(tokens))
-    cache.leave(chain, tokens, pages, len(tokens))
+    cache.let_go([page for _, page in hit.copies])
+    pages = known + fresh
+    cache.enter(chain, tokens, [pages], len(tokens))
+    cache.leave(chain, tokens, [pages], len(tokens))
     return pages
 
 
@@ -320,7 +376,7 @@ def test_salts_and_layouts_share_nothing(cache):
     enter_and_leave(cache, [1, 2, 3, 4, 5], "mine")
     assert known(cache, [1, 2, 3, 4, 5], "mine") == 5
     assert known(cache, [1, 2, 3, 4, 5], "yours") == known(cache, [1, 2, 3, 4, 5]) == 0
-    assert PrefixCache(PagePool(3, SIZE), "x").chain([1]).root != PrefixCache(PagePool(3, SIZE), "y").chain([1]).root
+    assert PrefixCache(PagePool(3, SIZE), "x").chain([1]).roots != PrefixCache(PagePool(3, SIZE), "y").chain([1]).roots
 
 
 def test_the_end_of_a_text_is_forgotten_before_its_beginning(cache):
@@ -338,9 +394,9 @@ def test_two_that_compute_the_same_leave_one_copy(cache):
     chains = [cache.chain(tokens) for _ in range(2)]
     held = [cache.pool.take(2) for _ in range(2)]
     for chain, pages in zip(chains, held, strict=True):
-        cache.enter(chain, tokens, pages, 8)
+        cache.enter(chain, tokens, [pages], 8)
     for chain, pages in zip(chains, held, strict=True):
-        cache.leave(chain, tokens, pages, 8)
+        cache.leave(chain, tokens, [pages], 8)
     assert cache.pool.kept == 2
     assert known(cache, tokens) == 8
 
@@ -350,10 +406,10 @@ def test_what_another_let_go_of_is_replaced_when_leaving(cache):
     enter_and_leave(cache, tokens)
     chain = cache.chain(tokens)
     mine = cache.pool.take(2)
-    cache.enter(chain, tokens, mine, 8)  # known already: not entered
+    cache.enter(chain, tokens, [mine], 8)  # known already: not entered
     others = cache.pool.take(cache.pool.free)  # the first one's pages are taken
     assert known(cache, tokens) == 0
-    cache.leave(chain, tokens, mine, 8)
+    cache.leave(chain, tokens, [mine], 8)
     assert known(cache, tokens) == 8
     cache.pool.give(others)
     cache.pool.check()

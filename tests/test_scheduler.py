@@ -35,6 +35,7 @@ worlds = st.builds(
     disk=st.sampled_from([0, 3, 100]),
     near=st.booleans(),
     disk_turns=st.integers(0, 6),
+    windows=st.sampled_from([(None,), (None, 5), (6,), (None, 2, 9)]),
 )
 
 
@@ -112,7 +113,7 @@ def test_admission_waits_for_the_pages_of_the_whole_prompt() -> None:
     scheduler.add(sequence(12, 20, arrival=0))
     scheduler.add(sequence(12, 20, arrival=1))
     scheduler.schedule()
-    assert len(scheduler.running[0].pages) == 4
+    assert len(scheduler.running[0].pages[0]) == 4
     assert [s.arrival for s in scheduler.waiting] == [1]
 
 

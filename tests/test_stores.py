@@ -118,7 +118,7 @@ def test_nothing_is_copied_while_the_stores_are_behind_or_twice():
     cache = PrefixCache(pool, stores=stores)
     tokens = [*range(16)]
     chain, pages = cache.chain(tokens), pool.take(4)
-    cache.enter(chain, tokens, pages, 14)
+    cache.enter(chain, tokens, [pages], 14)
     assert len(cache.backlog) == 3, "full pages"
     stores._queued = QUEUED_BYTES
     cache.back_up()
@@ -126,10 +126,10 @@ def test_nothing_is_copied_while_the_stores_are_behind_or_twice():
     stores._queued = 0
     cache.back_up()
     assert [item.pages for item in cache.spills] == [pages[:2]]
-    cache.enter(cache.chain(tokens), tokens, pages, 14)
+    cache.enter(cache.chain(tokens), tokens, [pages], 14)
     assert len(cache.backlog) == 1, "two are planned already"
     cache.spills.clear()
-    cache.leave(chain, tokens, pages, 14)
+    cache.leave(chain, tokens, [pages], 14)
     assert pool.take(8) is not None
     assert not cache.backlog
     cache.check()
