@@ -2,7 +2,8 @@
 ``python tests/transformers_fixture.py glm4_moe_lite`` writes ``fixtures/models/glm4_moe_lite``.
 
 Weights are random: matrices of variance 1 / fan-in, norms around 1, biases around 0; latents are so small that the eps
-of their norms counts. The first seed is taken whose greedy choices are clear and spread over enough tokens, so that rounding changes none.
+of their norms counts. The first seed is taken whose greedy choices are clear and spread over enough tokens, so that
+rounding changes none.
 """
 
 import json
