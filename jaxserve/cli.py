@@ -22,6 +22,7 @@ COMMANDS = {
     "convert": "write a checkpoint as a sharded tree that needs no conversion to serve",
     "warmup": "compile ahead of time what a configuration will load, and look after what is stored",
     "sidecar": "keep weights and KV pages in memory that outlives the engine",
+    "bench": "measure a configuration, also of a model whose weights are not here",
     "detect": "tell whether texts were marked",
 }
 """Modules under ``jaxserve/commands``, and what each does."""
