@@ -34,7 +34,7 @@ class Spy:
 
 @pytest.mark.parametrize(
     ("family", "tensor_parallel"),
-    [(family, count) for number, family in enumerate(FAMILIES) for count in (1, (2, 8)[number % 2])],
+    [(family, count) for number, family in enumerate(FAMILIES) for count in (1, (2, 8)[number % 2])] + [("kimi_k2", 4)],
 )
 def test_reference_numbers(family: str, tensor_parallel: int, programs_dir: str) -> None:
     """Greedy ids equal and every logit within 1e-3, on one device and sharded (8: more devices than heads)."""
