@@ -25,6 +25,7 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_k2",
+    "glm4_moe_lite",
 )
 
 LIMITS: dict[str, Any] = {
