@@ -5,7 +5,7 @@ import dataclasses
 
 import checkpoints
 from jaxserve import models, params, quantization
-from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, LatentPages, LayerCache, Pages
+from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, KeyPages, LatentPages, LayerCache, Pages
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.layer_spec import Latent
 from jaxserve.models.weights import IGNORED_TENSORS, param_specs, predictor_names
@@ -67,7 +67,7 @@ def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> Cache
     for layer in model.layers:
         mixer = layer.mixer
         if isinstance(mixer, Latent):
-            planes.append((_latents(mixer, config, dtype),))
+            planes.append(_latents(mixer, config, dtype))
             continue
         if config.kv_cache_dtype == "fp8_ds_mla":
             raise ConfigError(
@@ -79,10 +79,11 @@ def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> Cache
     return CacheSpec(tuple(planes), tuple(LayerCache(number, 0) for number in range(model.num_layers)), (None,))
 
 
-def _latents(mixer: Latent, config: EngineConfig, dtype: str) -> LatentPages:
-    if config.kv_cache_dtype == "fp8":
-        raise ConfigError("kv_cache_dtype fp8 is for keys and values of heads; this model keeps latents: fp8_ds_mla")
-    return LatentPages(mixer.rank, mixer.rope.dim, FP8 if config.kv_cache_dtype == "fp8_ds_mla" else dtype)
+def _latents(mixer: Latent, config: EngineConfig, dtype: str) -> tuple[Pages, ...]:
+    """Latents, and an indexer's keys. ``fp8`` and ``fp8_ds_mla`` mean the same: latents have one kind of records."""
+    kept = dtype if config.kv_cache_dtype == "auto" else FP8
+    latents = LatentPages(mixer.rank, mixer.rope.dim, kept)
+    return (latents,) if mixer.indexer is None else (latents, KeyPages(mixer.indexer.dim, kept))
 
 
 def _check_layout(model: ModelConfig, saved: Parallel, wanted: Parallel) -> None:

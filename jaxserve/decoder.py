@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import mla
+from jaxserve import mla, sparse
 from jaxserve.attention import attend
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
@@ -36,7 +36,11 @@ def layer(
     ``group`` is its group of the cache."""
     x = hidden.x
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
-    if isinstance(spec.mixer, Latent):
+    if isinstance(spec.mixer, Latent) and spec.mixer.sparse:
+        chosen = hidden.selected
+        out, pages, chosen = sparse.attend(cfg, spec.mixer, bucket, group, params, pages, normed, ctx, chosen)
+        hidden = hidden if cfg.handed_on is None else hidden._replace(selected=chosen)
+    elif isinstance(spec.mixer, Latent):
         out, pages = mla.attend(cfg, spec.mixer, bucket, group, params, pages, normed, ctx)
     else:
         out, kept = attend(cfg, spec.mixer, bucket, group, params, pages[0], normed, ctx)

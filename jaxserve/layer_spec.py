@@ -74,6 +74,11 @@ class Latent:
     """It attends to what the last layer before it that has an indexer has chosen."""
 
     @property
+    def sparse(self) -> bool:
+        """Whether it attends to chosen tokens."""
+        return self.indexer is not None or self.takes_choice
+
+    @property
     def kv_heads(self) -> int:
         return self.heads
 

@@ -39,6 +39,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last axis, times ``weight``, plus ``bias`` (arXiv 1607.06450), in float32."""
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight + bias
+
+
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Join the two halves of a gated feed-forward network, ``[..., F]`` each."""
     if activation.limit is not None:

@@ -26,6 +26,8 @@ FAMILIES = (
     "deepseek_v3",
     "kimi_k2",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )
 
 LIMITS: dict[str, Any] = {

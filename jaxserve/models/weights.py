@@ -9,6 +9,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.layer_spec import Attention, Dense, Latent, LayerSpec, Moe
 from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
+from jaxserve.models.index_weights import index_specs
 from jaxserve.models.latent_weights import latent_specs, whole
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
@@ -34,6 +35,7 @@ def param_specs(
         specs, place = _norms(cfg, spec, prefix, plus), prefix + "self_attn."
         if isinstance(spec.mixer, Latent):
             specs |= latent_specs(cfg.hidden_size, spec.mixer, parallel, place)
+            specs |= index_specs(cfg.hidden_size, spec.mixer, place + "indexer.")
         else:
             specs |= _attention(cfg, spec.mixer, parallel, place, plus)
         if isinstance(spec.ffn, Moe):

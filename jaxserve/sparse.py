@@ -1,0 +1,100 @@
+"""Latent attention to chosen tokens (DeepSeek V3.2's sparse attention): an indexer scores all tokens so far by keys of
+its own, and only the best are attended to. Pure functions.
+
+The indexer is computed on every device, so that all agree; heads of attention are divided as ever. A choice are
+positions in the sequence (``Selected``), so that layers after the one that chose can use it with pages of their own.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import StepBucket
+from jaxserve.config import ModelConfig
+from jaxserve.context import Context, Selected
+from jaxserve.layer_spec import Latent
+from jaxserve.layers import layer_norm, linear, rotate
+from jaxserve.mla import absorb, inputs, lift, output
+from jaxserve.params import Params
+from pallas_kernels import indexer
+from pallas_kernels.kv_write import write_keys, write_latent
+from pallas_kernels.sparse_mla import sparse_mla
+
+Pages = tuple[jax.Array, ...]
+
+
+def attend(
+    cfg: ModelConfig,
+    spec: Latent,
+    bucket: StepBucket,
+    group: int,
+    params: Params,
+    pages: Pages,
+    x: jax.Array,
+    ctx: Context,
+    chosen: Selected | None,
+) -> tuple[jax.Array, Pages, Selected]:
+    """What attention to the chosen tokens brings to ``x [T, E]``, the ``pages`` of the layer's plane with the step's
+    latents and index keys in them, and the choice: the layer's own where it has an indexer, otherwise ``chosen``.
+    ``group`` is the layer's group of the cache."""
+    found = inputs(cfg, spec, params, x, ctx)
+    latents, *others = pages
+    latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
+    if spec.indexer is not None:
+        assert found.q_latent is not None
+        keys, chosen = _choose(cfg, spec, bucket, group, params, others[0], x, found.q_latent, ctx)
+        others = [keys]
+    assert chosen is not None
+    rows = cache_rows(bucket, ctx.tables[group], latents.shape[1], chosen)
+    q = absorb(params, found.q_nope, found.q_rope)
+    mixed = sparse_mla(q, latents, rows, chosen.counts, rank=spec.rank, scale=spec.scale)
+    return output(params, lift(params, mixed)), (latents, *others), chosen
+
+
+def _choose(
+    cfg: ModelConfig,
+    spec: Latent,
+    bucket: StepBucket,
+    group: int,
+    params: Params,
+    pages: jax.Array,
+    x: jax.Array,
+    q_latent: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, Selected]:
+    """The ``pages`` (see ``KeyPages``) with the step's index keys in them, and what every token attends to."""
+    how = spec.indexer
+    assert how is not None
+    table = ctx.rope[cfg.ropes.index(spec.rope)]
+    keys = layer_norm(linear(x, params["index_k"]), params["index_k_norm"], params["index_k_bias"], how.eps)
+    keys = rotate(keys[:, None], table, pairs=how.pairs)[:, 0]
+    pages = write_keys(pages, keys, ctx.slots[group])
+    q = rotate(linear(q_latent, params["index_q"]), table, pairs=how.pairs)  # [T, Hi, Di]
+    gates = linear(x, params["index_gates"]) * how.heads**-0.5
+
+    def part(first: int, last: int, token: int, queries: int) -> tuple[jax.Array, jax.Array]:
+        rows = last - first
+        here = slice(token, token + rows * queries)
+        positions, counts = indexer.select(
+            q[here].reshape(rows, queries, *q.shape[1:]),
+            gates[here].reshape(rows, queries, -1),
+            pages,
+            ctx.tables[group, first:last],
+            *ctx.spans[:, first:last],
+            top_k=how.top_k,
+        )
+        return positions.reshape(rows * queries, -1), counts.reshape(-1)
+
+    parts = []
+    if bucket.decodes:
+        parts.append(part(0, bucket.decodes, 0, 1))
+    if bucket.blocks:
+        parts.append(part(bucket.decodes, bucket.rows, bucket.decodes, bucket.block))
+    return pages, Selected(*(jnp.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def cache_rows(bucket: StepBucket, tables: jax.Array, size: int, chosen: Selected) -> jax.Array:
+    """Where the chosen tokens' latents are: int32 ``[T, k]``, ``page * size + offset``, or -1. ``tables [N, W]``."""
+    blocks = bucket.decodes + jnp.repeat(jnp.arange(bucket.blocks), bucket.block)
+    row = jnp.concatenate([jnp.arange(bucket.decodes), blocks])
+    page = tables[row[:, None], jnp.maximum(chosen.positions, 0) // size]
+    return jnp.where(chosen.positions < 0, -1, page * size + chosen.positions % size)
