@@ -24,19 +24,21 @@ def attend(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """What attention brings to ``x [T, E]``, and the layer's ``pages`` (see ``HeadPages``) with the step's keys and
-    values in them. ``group`` is the layer's group of the cache."""
+    values in them, where it has its own. ``group`` is the layer's group of the cache."""
     tokens = x.shape[0]
-    fused = linear(x, params["qkv"])  # [T, K, g + 2, D]
+    fused = linear(x, params["qkv"])  # [T, K, g + spec.own, D]
     if spec.qkv_bias:
         fused = fused + params["qkv_bias"]
-    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    q = fused[:, :, : fused.shape[2] - spec.own]
     if spec.qk_norm:
-        q, k = rms_norm(q, params["q_norm"], cfg.norm_eps), rms_norm(k, params["k_norm"], cfg.norm_eps)
+        q = rms_norm(q, params["q_norm"], cfg.norm_eps)
     table = ctx.rope[cfg.ropes.index(spec.rope)]
-    q, k = rotate(q, table), rotate(k, table)
+    q = rotate(q, table)
     if spec.rope.query_scale_beta:
         q = q * query_scale(spec.rope, ctx.position)[:, None, None, None]
-    pages = write_heads(pages, k, v, ctx.slots[group])
+    if not spec.borrows:
+        k, v = keys_values(cfg, spec, params, fused, table)
+        pages = write_heads(pages, k, v, ctx.slots[group])
 
     def part(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]
@@ -62,3 +64,15 @@ def attend(
     mixed = jnp.concatenate(parts).reshape(tokens, -1)
     out = linear(mixed, params["o"], inputs=3)
     return out + params["o_bias"] if spec.o_bias else out, pages
+
+
+def keys_values(
+    cfg: ModelConfig, spec: Attention, params: Params, fused: jax.Array, table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as they are kept, ``[T, K, D]`` each, out of what the projections made."""
+    k, v = fused[:, :, -spec.own], fused[:, :, -1]
+    if spec.v_norm:
+        v = rms_norm(v, jnp.ones(()), cfg.norm_eps)
+    if spec.qk_norm:
+        k = rms_norm(k, params["k_norm"], cfg.norm_eps)
+    return rotate(k, table), v

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.layer_spec import Latent, LayerSpec, Mixer
+from jaxserve.layer_spec import Attention, Latent, LayerSpec, Mixer
 from jaxserve.rope import RopeConfig
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
 
@@ -56,6 +56,23 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct ones."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """For each layer, the number of the one whose keys and values it attends to."""
+        found: list[int] = []
+        last: dict[int | None, int] = {}
+        for number, layer in enumerate(self.layers):
+            window = layer.mixer.window if isinstance(layer.mixer, Attention) else None
+            borrows = isinstance(layer.mixer, Attention) and layer.mixer.borrows
+            last[window] = last[window] if borrows else number
+            found.append(last[window])
+        return tuple(found)
+
+    @property
+    def embeds_per_layer(self) -> bool:
+        """Whether layers have embeddings of their own."""
+        return any(layer.per_layer is not None for layer in self.layers)
 
     @property
     def handed_on(self) -> int | None:

@@ -22,6 +22,8 @@ class Context(NamedTuple):
     position: jax.Array  # int32 [T]
     tables: jax.Array  # int32 [groups, N, W]: pages of each row's sequence
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
+    tokens: jax.Array | None = None  # int32 [T], where layers have embeddings of their own
+    embedded: jax.Array | None = None  # float32 [T, E]: what the first layer is handed, there too
 
     @property
     def real(self) -> jax.Array:

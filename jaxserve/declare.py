@@ -76,7 +76,10 @@ def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> Cache
         kept = FP8 if config.kv_cache_dtype == "fp8" else dtype
         layout = HeadLayout.of(mixer, config.tensor_parallel)
         planes.append((HeadPages(layout.kv_source, mixer.head_dim, kept),))
-    return CacheSpec(tuple(planes), tuple(LayerCache(number, 0) for number in range(model.num_layers)), (None,))
+    owners = model.owners
+    own = sorted(set(owners))
+    layers = tuple(LayerCache(own.index(number), 0) for number in owners)
+    return CacheSpec(tuple(planes[number] for number in own), layers, (None,))
 
 
 def _latents(mixer: Latent, config: EngineConfig, dtype: str) -> tuple[Pages, ...]:

@@ -9,8 +9,8 @@ from jaxserve.attention import attend
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
 from jaxserve.context import Context, Hidden
-from jaxserve.layer_spec import Latent, LayerSpec, Moe
-from jaxserve.layers import linear, mlp, rms_norm
+from jaxserve.layer_spec import Latent, LayerSpec, Moe, PerLayer
+from jaxserve.layers import gated, linear, mlp, rms_norm
 from jaxserve.moe import moe
 from jaxserve.params import Params
 
@@ -52,7 +52,23 @@ def layer(
     else:
         out = mlp(spec.ffn, params, normed)
     x = x + (rms_norm(out, params["mlp_post_norm"], cfg.norm_eps) if spec.sandwich else out)
+    if spec.per_layer is not None:
+        x = x + per_layer(cfg, spec.per_layer, params, x, ctx)
+    if spec.scaled:
+        x = x * params["scalar"]
     return pages, hidden._replace(x=x)
+
+
+def per_layer(cfg: ModelConfig, spec: PerLayer, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
+    """What the layer's own embedding of each token brings to ``x [T, E]``."""
+    table = params["per_layer_embed"]
+    assert ctx.tokens is not None
+    assert ctx.embedded is not None
+    rows = table[ctx.tokens].astype(jnp.float32) * jnp.asarray(spec.width**0.5, table.dtype).astype(jnp.float32)
+    made = linear(ctx.embedded, params["per_layer_project"]) * cfg.hidden_size**-0.5
+    mixed = (rms_norm(made, params["per_layer_norm"], cfg.norm_eps) + rows) * 2**-0.5
+    out = linear(gated(spec.activation, linear(x, params["per_layer_gate"]), mixed), params["per_layer_out"])
+    return rms_norm(out, params["per_layer_post_norm"], cfg.norm_eps)
 
 
 def head(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

@@ -29,6 +29,17 @@ class Attention:
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: bool = False
     """Every head has a learned score that takes part in the softmax and mixes in nothing."""
+    v_norm: bool = False
+    """Values pass an RMS norm a head that has no weight."""
+    v_is_k: bool = False
+    """Values are the keys as they were before norm and rope."""
+    borrows: bool = False
+    """The layer has no keys and values of its own, but those of the last layer before it that has, of equal window."""
+
+    @property
+    def own(self) -> int:
+        """How many of keys and values are made from weights of their own."""
+        return 0 if self.borrows else 1 if self.v_is_k else 2
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,16 @@ class Moe:
 
 
 @dataclass(frozen=True)
+class PerLayer:
+    """An embedding of the token for this layer alone (Gemma 4), gated by what the layer has made: ``width`` channels,
+    out of a table of ``vocab`` rows and out of the embedding that all layers begin with."""
+
+    width: int
+    vocab: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What distinguishes one decoder layer from the next."""
 
@@ -154,3 +175,6 @@ class LayerSpec:
     ffn: Dense | Moe
     sandwich: bool = False
     """What attention and feed-forward part bring passes a norm of its own before it is added."""
+    per_layer: PerLayer | None = None
+    scaled: bool = False
+    """What leaves the layer is multiplied by a number of its own."""

@@ -149,12 +149,14 @@ class ProgramSet:
         return self.array((rows, self.cfg.hidden_size), jnp.float32)
 
     def context(self, bucket: StepBucket) -> Context:
+        tokens = self.array((bucket.tokens,), jnp.int32)
         return Context(
             tuple(self.array((2, bucket.tokens, rope.dim // 2), jnp.float32) for rope in self.cfg.ropes),
             self.array((self.groups, bucket.tokens), jnp.int32),
             self.array((bucket.tokens,), jnp.int32),
             self.array((self.groups, bucket.rows, self.width), jnp.int32),
             self.array((2, bucket.rows), jnp.int32),
+            *((tokens, self.hidden(bucket.tokens)) if self.cfg.embeds_per_layer else ()),
         )
 
     def between(self, bucket: StepBucket) -> Hidden:
@@ -248,7 +250,11 @@ class ProgramSet:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[Hidden, Context]:
             tables, spans, slots, tokens = split_ints(ints, bucket, self.groups, self.width)
             ctx = context(self.cfg, bucket, self.page_size, tables, spans)
-            return hidden(self.cfg, decoder.embed(self.cfg, table, jnp.concatenate([last_token[slots], tokens]))), ctx
+            tokens = jnp.concatenate([last_token[slots], tokens])
+            embedded = decoder.embed(self.cfg, table, tokens)
+            if self.cfg.embeds_per_layer:
+                ctx = ctx._replace(tokens=tokens, embedded=embedded)
+            return hidden(self.cfg, embedded), ctx
 
         ints = self.array((ints_size(bucket, self.groups, self.width),), jnp.int32)
         out = (self.between(bucket), self.context(bucket))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 
 
 class RopeError(ValueError):
@@ -34,6 +34,8 @@ class RopeConfig:
     """cos and sin are multiplied by it."""
     factors: tuple[float, ...] = ()
     """Divisor of every frequency (GGUF's ``rope_freqs``), for type ``factors``."""
+    share: float = 1.0
+    """Of the channels, those that turn; the others' angles are 0, for type ``proportional`` (Gemma 4)."""
     query_scale_beta: float = 0.0
     """Queries are multiplied by 1 + beta * ln(1 + floor(position / original_max_position)) (Llama 4, Ministral 3)."""
 
@@ -73,7 +75,18 @@ def _factors(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
     return freq / np.asarray(rope.factors, np.float64)
 
 
-_SCALINGS = {"default": lambda _, f: f, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "factors": _factors}
+def _proportional(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(len(freq)) < int(rope.share * rope.dim / 2), freq / rope.factor, 0.0)
+
+
+_SCALINGS = {
+    "default": lambda _, f: f,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "factors": _factors,
+    "proportional": _proportional,
+}
 
 
 def parse_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
@@ -86,7 +99,8 @@ def parse_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
     if kind not in ROPE_TYPES:
         raise RopeError(f"rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_TYPES)}")
     theta = params.get("rope_theta", hf.get("rope_theta", 10000.0))
-    dim = int(head_dim * params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+    share = float(params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+    dim = head_dim if kind == "proportional" else int(head_dim * share)
 
     def need(name: str) -> Any:
         if params.get(name) is None:
@@ -109,6 +123,8 @@ def parse_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
         return RopeConfig(**common)
     if kind == "factors":
         return RopeConfig(type=kind, factors=tuple(float(f) for f in need("factors")), **common)
+    if kind == "proportional":
+        return RopeConfig(type=kind, share=share, factor=float(params.get("factor") or 1.0), **common)
     common |= {"type": kind, "factor": float(need("factor"))}
     if kind == "linear":
         return RopeConfig(**common)

@@ -22,6 +22,7 @@ FAMILIES = (
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gemma3_text",
+    "gemma4_dense",
     "deepseek_v2",
     "deepseek_v3",
     "kimi_k2",

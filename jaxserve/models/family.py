@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.layer_spec import Activation, Attention, Dense, LayerSpec, Mixer, Moe
+from jaxserve.layer_spec import Activation, Attention, Dense, LayerSpec, Mixer, Moe, PerLayer
 from jaxserve.models.expert_weights import ExpertWeights, per_expert
 from jaxserve.rope import RopeConfig, RopeError, parse_rope
 
@@ -59,6 +59,8 @@ def decoder_config(
     window: Callable[[int], int | None] = lambda layer: None,
     rope: Callable[[int], RopeConfig] | None = None,
     sandwich: bool = False,
+    per_layer: PerLayer | None = None,
+    scaled: bool = False,
     predictors: int = 0,
     shared: Mapping[str, Any] | None = None,
     **traits: Any,
@@ -73,7 +75,8 @@ def decoder_config(
     ffn = ffn or _same(dense(hf))
     mixer = mixer or _attention(hf, window, rope, traits)
     size = int(need(hf, "num_hidden_layers"))
-    layers = tuple(LayerSpec(mixer(number), ffn(number), sandwich) for number in range(size + predictors))
+    traits_of_all = (sandwich, per_layer, scaled)
+    layers = tuple(LayerSpec(mixer(number), ffn(number), *traits_of_all) for number in range(size + predictors))
     return ModelConfig(
         model_type=hf["model_type"],
         vocab_size=int(need(hf, "vocab_size")),

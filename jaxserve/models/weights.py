@@ -11,6 +11,7 @@ from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
 from jaxserve.models.index_weights import index_specs
 from jaxserve.models.latent_weights import latent_specs, whole
+from jaxserve.models.per_layer_weights import per_layer_specs
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
 
@@ -38,6 +39,7 @@ def param_specs(
             specs |= index_specs(cfg.hidden_size, spec.mixer, place + "indexer.")
         else:
             specs |= _attention(cfg, spec.mixer, parallel, place, plus)
+        specs |= per_layer_specs(cfg, spec, number, parallel)
         if isinstance(spec.ffn, Moe):
             return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
         return specs | _dense(cfg, spec.ffn, parallel, prefix + "mlp.")
@@ -111,25 +113,26 @@ def _attention(cfg: ModelConfig, spec: Attention, parallel: Parallel, prefix: st
         specs["sinks"] = _sinks(spec, layout, prefix + "sinks")
     if spec.qk_norm:
         specs["q_norm"] = vector(prefix + "q_norm.weight", spec.head_dim, plus)
+    if spec.qk_norm and not spec.borrows:
         specs["k_norm"] = vector(prefix + "k_norm.weight", spec.head_dim, plus)
     return specs
 
 
 def _qkv(spec: Attention, layout: HeadLayout, prefix: str, kind: str, tail: tuple[int, ...]) -> ParamSpec:
-    """q, k and v fused as ``[K, group + 2, D, ...]``: a KV head beside its query heads, so that one axis shards all."""
-    names = [f"{prefix}{p}_proj.{kind}" for p in "qkv"]
+    """q, k and v (those that the layer has) fused as ``[K, group + own, D, ...]``: a KV head beside its query heads, so
+    that one axis shards all."""
+    names = [f"{prefix}{p}_proj.{kind}" for p in "qkv"[: 1 + spec.own]]
     dim = spec.head_dim
-    counts = (spec.heads, spec.kv_heads, spec.kv_heads)
+    counts = (spec.heads, spec.kv_heads, spec.kv_heads)[: 1 + spec.own]
 
     def fill(source: Source, index: Index) -> np.ndarray:
         kept = range(index[0].start, index[0].stop)
         q_heads = [h for j in kept for h in layout.q_source[j]]
         kv_heads = [layout.kv_source[j] for j in kept]
-        q, k, v = (_heads(source, n, h, dim) for n, h in zip(names, (q_heads, kv_heads, kv_heads), strict=True))
-        q = q.reshape(len(kept), layout.group, dim, *tail)
-        return np.concatenate([q, k[:, None], v[:, None]], axis=1)
+        q = _heads(source, names[0], q_heads, dim).reshape(len(kept), layout.group, dim, *tail)
+        return np.concatenate([q, *(_heads(source, name, kv_heads, dim)[:, None] for name in names[1:])], axis=1)
 
-    shape = (layout.kv_heads, layout.group + 2, dim, *tail)
+    shape = (layout.kv_heads, layout.group + spec.own, dim, *tail)
     axes = ("kv_heads", *(None,) * (len(shape) - 1))
     return ParamSpec(shape, axes, {n: (c * dim, *tail) for n, c in zip(names, counts, strict=True)}, fill)
 

@@ -1,0 +1,97 @@
+"""Gemma 4, the text model: windowed layers and full ones with heads of another size, values that are normed (and may be
+the keys), layers at the end that attend to others' keys and values, an embedding for each layer."""
+
+from typing import Any
+
+from jaxserve.config import ConfigError, ModelConfig
+from jaxserve.layer_spec import Attention, Dense, PerLayer
+from jaxserve.models.family import Family, activation, decoder_config, need, read_rope
+from jaxserve.rope import RopeConfig
+
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def _gemma4(hf: dict[str, Any]) -> ModelConfig:
+    for name in ("enable_moe_block", "attention_bias"):
+        if hf.get(name):
+            raise ConfigError(f"{name} is not supported for gemma4_text")
+    if hf.get("use_bidirectional_attention") == "all":
+        raise ConfigError("use_bidirectional_attention is not supported: queries see what stands before them")
+    kinds = _kinds(hf)
+    first = len(kinds) - int(hf.get("num_kv_shared_layers") or 0)
+    if missing := set(kinds[first:]) - set(kinds[: max(first, 0)]):
+        raise ConfigError(
+            f"num_kv_shared_layers: no {min(missing)} layer before the last {len(kinds) - first} has keys"
+        )
+    width, kind = int(need(hf, "intermediate_size")), activation(hf)
+    wide = 2 if hf.get("use_double_wide_mlp") else 1
+    channels, vocab = hf.get("hidden_size_per_layer_input"), hf.get("vocab_size_per_layer_input")
+    own = PerLayer(int(channels), int(vocab or need(hf, "vocab_size")), kind) if channels else None
+    return decoder_config(
+        {"tie_word_embeddings": True, **hf},
+        ffn=lambda layer: Dense(width * wide if layer >= first else width, kind),
+        mixer=lambda layer: _mixer(hf, kinds[layer], layer, borrows=layer >= first),
+        sandwich=True,
+        per_layer=own,
+        scaled=True,
+        shared={
+            "embed_scale": float(need(hf, "hidden_size")) ** 0.5,
+            "logit_softcap": hf.get("final_logit_softcapping"),
+        },
+    )
+
+
+def _kinds(hf: dict[str, Any]) -> list[str]:
+    """Of each layer; the last is always a full one."""
+    size = int(need(hf, "num_hidden_layers"))
+    kinds = hf.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(size)]
+    if len(kinds) < size or set(kinds) - set(ROPES):
+        raise ConfigError(f"layer_types must name {size} layers, each {' or '.join(ROPES)}, got {kinds!r:.200}")
+    return [*kinds[: size - 1], "full_attention"]
+
+
+def _mixer(hf: dict[str, Any], kind: str, layer: int, *, borrows: bool) -> Attention:
+    full = kind == "full_attention"
+    heads, kv_heads, dim = int(need(hf, "num_attention_heads")), _kv_heads(hf), int(need(hf, "head_dim"))
+    same = full and bool(hf.get("attention_k_eq_v"))
+    if (differs := hf.get("per_layer_config")) is not None:  # the spelling of later libraries
+        own = differs.get(str(layer), {})
+        kv_heads, dim = int(own.get("num_key_value_heads") or kv_heads), int(own.get("head_dim") or dim)
+    elif full:
+        dim = int(hf.get("global_head_dim") or 512)
+        kv_heads = int(hf.get("num_global_key_value_heads") or kv_heads) if same else kv_heads
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    return Attention(
+        heads,
+        kv_heads,
+        dim,
+        _rope(hf, kind, dim),
+        None if full else int(need(hf, "sliding_window")),
+        qk_norm=True,
+        scale=1.0,
+        v_norm=True,
+        v_is_k=same,
+        borrows=borrows,
+    )
+
+
+def _kv_heads(hf: dict[str, Any]) -> int:
+    return int(hf.get("num_key_value_heads") or need(hf, "num_attention_heads"))
+
+
+def _rope(hf: dict[str, Any], kind: str, dim: int) -> RopeConfig:
+    return read_rope({**hf, "rope_parameters": (hf.get("rope_parameters") or {}).get(kind) or ROPES[kind]}, dim)
+
+
+def _unused(cfg: ModelConfig) -> tuple[str, ...]:
+    """Keys and values of layers that do not use their own, which some checkpoints have."""
+    borrowing = (n for n, layer in enumerate(cfg.layers) if isinstance(layer.mixer, Attention) and layer.mixer.borrows)
+    names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return tuple(f"model.layers.{number}.self_attn.{name}" for number in borrowing for name in names)
+
+
+FAMILIES = {"gemma4_text": Family(_gemma4, unused=_unused)}
