@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="fp8")
     parser.add_argument("--prompts", type=int, default=len(TOPICS))
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--ids", type=int, default=64, help="random tokens a prompt has, of a model with no tokenizer")
+    parser.add_argument("--max-model-len", type=int, default=512)
 
 
 @dataclass
@@ -74,9 +76,8 @@ class Found:
 
 
 def run(args: argparse.Namespace) -> None:
-    prompts = [[{"role": "user", "content": f"Write about {topic}."}] for topic in TOPICS[: args.prompts]]
-    plain = _measure(args, "auto", prompts, None)
-    packed = _measure(args, args.kv_cache_dtype, prompts, _texts(plain))
+    plain = _measure(args, "auto", None)
+    packed = _measure(args, args.kv_cache_dtype, _texts(plain))
     same = [_agreed(a, b) for a, b in zip(plain.answers, packed.answers, strict=True)]
     errors = [_errors(a, b) for a, b in zip(plain.logits, packed.logits, strict=True)]
     mean, worst, first, divergence = (np.concatenate(column) for column in zip(*errors, strict=True))
@@ -97,11 +98,11 @@ def _texts(found: Found) -> list[list[int]]:
     return [prompt + answer for prompt, answer in zip(found.prompts, found.answers, strict=True)]
 
 
-def _measure(args: argparse.Namespace, kv: str, prompts: list[Any], texts: list[list[int]] | None) -> Found:
+def _measure(args: argparse.Namespace, kv: str, texts: list[list[int]] | None) -> Found:
     """Answer the prompts, and compute the logits of ``texts``, or of the prompts with their answers."""
-    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512}
+    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": args.max_model_len}
     with jaxserve.LLM(args.model, dtype=args.dtype, kv_cache_dtype=kv, prefix_caching=False, **limits) as llm:
-        outputs = llm.chat(prompts, max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate(_prompts(args, llm), max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
         answers = [output.outputs[0].token_ids for output in outputs]
         found = Found(
             [list(o.prompt_token_ids) for o in outputs], answers, [], llm.report()["kv cache"]["bytes_per_token"]
@@ -111,6 +112,14 @@ def _measure(args: argparse.Namespace, kv: str, prompts: list[Any], texts: list[
                 llm.generate([text], max_tokens=1, temperature=0.0, prompt_logprobs=0)
             found.logits.append(np.concatenate(rows)[: len(text)])
     return found
+
+
+def _prompts(args: argparse.Namespace, llm: jaxserve.LLM) -> list[Any]:
+    """A chat turn of each topic; of a model without a tokenizer, as many random tokens as ``--ids`` says."""
+    if llm.tokenizer is not None:
+        return [[{"role": "user", "content": f"Write about {topic}."}] for topic in TOPICS[: args.prompts]]
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, llm.vocab_size, args.ids).tolist() for _ in range(args.prompts)]
 
 
 @contextmanager

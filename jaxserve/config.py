@@ -108,7 +108,7 @@ class EngineConfig:
     max_queued_requests: int = _option(4096, "Most sequences that may wait; further requests are refused (503).")
     page_size: int = _option(32, "Tokens a KV page holds.")
     kv_cache_dtype: str = _option(
-        "auto", "KV cache: auto (as dtype says), fp8 (keys and values of heads), or fp8_ds_mla (latents)."
+        "auto", "KV cache: auto (as dtype says), fp8 (of heads or latents), or fp8_ds_mla (its name for latents alone)."
     )
     kv_cache_memory_bytes: int | None = _option(None, "Bytes a device gives to the KV cache; measured by default.")
     device_memory_utilization: float | None = _option(
