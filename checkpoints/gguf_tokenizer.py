@@ -72,7 +72,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _list(path: Path, metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+    if not isinstance(value, list) or (value and type(value[0]) is not kind):  # GGUF's arrays are of one type
         raise CheckpointError(f"{path}: tokenizer.ggml.{name} must be a list of {kind.__name__} values")
     if length is not None and len(value) != length:
         raise CheckpointError(f"{path}: tokenizer.ggml.{name} has {len(value)} entries for {length} tokens")
@@ -86,10 +86,12 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> d
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{path}: pre-tokenizer {stated!r} (tokenizer.ggml.pre) is not supported; known: {known}")
     merges = _list(path, metadata, "merges", str)
-    pairs = [merge.split(" ") for merge in merges]
-    for merge, pair in zip(merges, pairs, strict=True):
-        if len(pair) != 2:
+    for merge in merges:
+        if merge.count(" ") != 1:
             raise CheckpointError(f"{path}: tokenizer.ggml.merges: {merge!r} is not a pair")
+    # As they are, because that is read in two thirds of the time; but then the library drops what looks like a comment
+    commented = "\n#version" in "\n".join(["", *merges])
+    pairs = [merge.split(" ") for merge in merges] if commented else merges
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     steps: list[dict[str, Any]] = [byte_level]
     if pre == "smollm":

@@ -1,5 +1,6 @@
 """Text to token ids and back, through the ``tokenizers`` library and the files that came with the model."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,6 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """Encodes prompts and decodes tokens. Immutable after construction; every method may be called from any thread."""
 
-    vocab_size: int
-    """One more than the largest token id. The model's own vocabulary may be padded beyond it."""
     eos_token_ids: tuple[int, ...]
     """Every token that ends a completion: those of generation_config, config and the tokenizer."""
     bos_token_id: int | None
@@ -69,12 +68,8 @@ class Tokenizer:
         self.chat_template = self._templates.get("default")
         self._compiled: dict[str, ChatTemplate] = {}
         self._bos_rule, self._eos_rule = _affixes(backend, config, self.bos_token_id, own_eos)
-        vocab = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.kind, self.strips_first_space, has_bytes = _decoder_kind(backend)
-        contents = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-        self._table = _byte_table(vocab, self.vocab_size, self.kind, has_bytes, contents)
-        self._table_without_special = [b"" if i in self.special_ids else b for i, b in enumerate(self._table)]
+        self._bytes = _TokenBytes(backend, self.kind, has_bytes)
 
     @classmethod
     def from_checkpoint(cls, ckpt: checkpoints.Checkpoint) -> "Tokenizer":
@@ -111,6 +106,11 @@ class Tokenizer:
         except TokenizerError as error:
             raise TokenizerError(f"{ckpt.path}: {error}") from error
 
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. The model's own vocabulary may be padded beyond it."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Special tokens written out in it count as such.
 
@@ -140,14 +140,11 @@ class Tokenizer:
 
     def join_bytes(self, ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
         """The bytes of ``ids``, one after the other, the first space not stripped."""
-        table = self._table_without_special if skip_special_tokens else self._table
-        try:
-            if not len(ids) or min(ids) >= 0:
-                return b"".join([table[i] for i in ids])
-        except IndexError:
-            pass
-        size = len(table)
-        return b"".join([table[i] for i in ids if 0 <= i < size])
+        found = self._bytes
+        if skip_special_tokens:
+            special = self.special_ids
+            return b"".join([found[i] for i in ids if i not in special])
+        return b"".join([found[i] for i in ids])
 
     def token_id(self, token: str) -> int | None:
         """The id of the token that the vocabulary spells ``token``, added ones too; None where there is none."""
@@ -155,7 +152,7 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """What one token adds to the text; empty where there is no such token."""
-        return self._table[id] if 0 <= id < self.vocab_size else b""
+        return self._bytes[id]
 
     def token_str(self, id: int) -> str:
         """One token alone as text, special ones too; U+FFFD where it is part of a character."""
@@ -323,25 +320,30 @@ def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[Kind, bool, bool]:
     return "other", False, False
 
 
-def _byte_table(
-    vocab: Mapping[str, int], size: int, kind: Kind, has_bytes: bool, added: Mapping[int, str]
-) -> list[bytes]:
-    table = [b""] * size
-    if kind == "bytes":
-        byte_of = {ord(char): byte for byte, char in _byte_alphabet().items()}
-        for token, token_id in vocab.items():
+class _TokenBytes(dict[int, bytes]):
+    """What tokens add to a text, by id: found when first asked for, nothing where there is no such token."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, kind: Kind, has_bytes: bool):
+        super().__init__()
+        self._backend, self._kind, self._has_bytes = backend, kind, has_bytes
+        self.update((i, token.content.encode()) for i, token in backend.get_added_tokens_decoder().items())
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._backend.id_to_token(id) if 0 <= id < _MOST_IDS else None
+        if token is None:
+            return b""
+        self[id] = found = self._convert(token)
+        return found
+
+    def _convert(self, token: str) -> bytes:
+        if self._kind == "bytes":
             try:
-                table[token_id] = token.translate(byte_of).encode("latin-1")
+                return token.translate(_BYTE_OF).encode("latin-1")
             except UnicodeEncodeError:
-                table[token_id] = token.encode()
-    else:
-        for token, token_id in vocab.items():
-            table[token_id] = token.replace(_SPACE, " ").encode()
-            if has_bytes and _BYTE_TOKEN.fullmatch(token):
-                table[token_id] = bytes.fromhex(token[3:5])
-    for token_id, content in added.items():
-        table[token_id] = content.encode()
-    return table
+                return token.encode()
+        if self._has_bytes and _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        return token.replace(_SPACE, " ").encode()
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -350,3 +352,7 @@ def _byte_alphabet() -> dict[int, str]:
     alphabet = {byte: chr(byte) for byte in visible}
     hidden = [byte for byte in range(256) if byte not in alphabet]
     return alphabet | {byte: chr(0x100 + n) for n, byte in enumerate(hidden)}
+
+
+_BYTE_OF = {ord(char): byte for byte, char in _byte_alphabet().items()}
+_MOST_IDS = 1 << 32

@@ -106,6 +106,15 @@ def test_pre_tokenizers(tmp_path, pre, expected):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+def test_a_merge_that_looks_like_the_comment_of_a_merges_file(tmp_path):
+    """The library passes over strings that begin with #version."""
+    word = "#versions"
+    tokens = byte_level_vocab(*(word[:end] for end in range(2, len(word) + 1)))
+    merges = [f"{word[:end]} {word[end]}" for end in range(1, len(word))]
+    tokenizer = gguf_tokenizer(tmp_path, model="gpt2", pre="qwen2", tokens=tokens, merges=merges)
+    assert tokenizer.encode(word) == [len(tokens) - 1]
+
+
 def test_bos_is_added_where_the_model_wants_it(tmp_path):
     common = {
         "tokens": byte_level_vocab("ab", "<s>"),
