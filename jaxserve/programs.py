@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import decoder, sampler, transfers
+from jaxserve import decoder, sampler, transfers, untouched
 from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec, LayerCache, Pages
@@ -173,7 +173,7 @@ class ProgramSet:
         shapes = (self.last_token, self.slot_state, self.kv, self.mark_state)
 
         def zeros():
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return untouched.zeros(shapes)
 
         return self._program("zeros", zeros, (), (), shapes, about=f"{shapes}")
 
@@ -349,7 +349,6 @@ class ProgramSet:
     @cached_property
     def _described(self) -> tuple[str, str]:
         """What the programs belong to, for people; and what they are specialized to beside their arguments."""
-        cfg = str(self.cfg)
-        known = hashlib.sha256(cfg.encode()).hexdigest()[:8]
-        model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known}"
-        return model, f"{cfg} {self.page_size} {self.width} {MAX_LOGPROBS}"
+        known = hashlib.sha256(str(self.cfg).encode()).hexdigest()
+        model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known[:8]}"
+        return model, f"{known} {self.page_size} {self.width} {MAX_LOGPROBS}"
