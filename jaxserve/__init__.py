@@ -5,6 +5,7 @@ The whole public face: ``generate`` for scripts, ``LLM`` for programs and server
 
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.collector import paused
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.request import (
     CompletionOutput,
@@ -41,7 +42,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """``LLM`` and ``generate`` import jax, which takes most of a second: only where they are used."""
     if name in ("LLM", "generate"):
-        from jaxserve import llm
+        with paused():
+            from jaxserve import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

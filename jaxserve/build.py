@@ -14,10 +14,11 @@ import checkpoints
 from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
+from jaxserve.collector import paused
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.declare import declare, declare_cache, parallel_of, resolve_dtype
 from jaxserve.engine import Engine
-from jaxserve.executables import ExecutableStore
+from jaxserve.executables import ExecutableStore, Finish
 from jaxserve.host_tier import HostTier
 from jaxserve.identity import content, identity
 from jaxserve.kv_stores import open_stores
@@ -77,7 +78,7 @@ def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -
 
     Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
     """
-    with contextlib.ExitStack() as undo:  # where the start fails
+    with paused(), contextlib.ExitStack() as undo:  # where the start fails
         built = _build(config, Report(on_phase), undo)
         built.report.ready()
         undo.pop_all()
@@ -88,7 +89,8 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
     with report.phase("open checkpoint"):
         source = open_source(config)
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
-        # A thread busy in Python would make every one of the attach's hundreds of calls wait for the interpreter.
+        # Beside a device that starts; but not beside a sidecar's attach, which would wait for the interpreter a hundred
+        # times, nor before programs are on their way: those load without it.
         tokenizer = None if config.uses_sidecar else side.submit(_tokenizer, source, report)
         with report.phase("start jax"):
             mesh = mesh_of(config)
@@ -102,13 +104,14 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
                 wanted = Wanted.of(source, model, specs, dtype, config.tensor_parallel, gpu=gpu)
                 link = Link(config, wanted, mesh, report)
             undo.callback(link.close)
-        tokenizer = tokenizer or side.submit(_tokenizer, source, report)
         store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
         programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
-        hashes = None
-        if config.disk_kv_path is not None and (link is None or link.sidecar is None):
-            hashes = side.submit(content, source, config.cache_path)
-        runner = _runner(config, programs, store, source, report, link)
+        with store.building(programs.programs(), first=programs.first_needed()) as finish:
+            tokenizer = tokenizer or side.submit(_tokenizer, source, report)
+            hashes = None
+            if config.disk_kv_path is not None and (link is None or link.sidecar is None):
+                hashes = side.submit(content, source, config.cache_path)
+            runner = _runner(config, programs, store, finish, source, report, link)
         words = tokenizer.result()
         if config.kv_checksums and not limits.host_bytes:
             raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
@@ -299,17 +302,17 @@ def _runner(
     config: EngineConfig,
     programs: ProgramSet,
     store: ExecutableStore,
+    finish: Finish,
     source: checkpoints.Checkpoint,
     report: Report,
     link: Link | None,
 ) -> Runner:
-    """Compile (or load) the programs while the weights load and the KV cache is made."""
+    """Load the weights and make the KV cache while programs, begun before, compile (or load)."""
     with Progress(config.load_progress) as bars, ThreadPoolExecutor(2, "load") as side:
         weights = side.submit(_load, programs, source, report, bars.bar("weights", "bytes"), link)
         state = side.submit(_state, programs, store, report)
         with report.phase("programs (beside)"):
-            bar = bars.bar("programs")
-            compiled = store.build_all(programs.programs(), progress=bar, first=programs.first_needed())
+            compiled = finish(bars.bar("programs"))
         with report.phase("wait for weights"):
             return Runner(programs, compiled, weights.result(), state.result())
 

@@ -115,6 +115,10 @@ class Programs(dict[str, Compiled]):
             self._pool.shutdown(cancel_futures=True)
 
 
+Finish = Callable[[Callable[[int, int], None] | None], Programs]
+"""Waits for programs that were begun; is given what is to be told of each: ``progress(done, total)``."""
+
+
 @dataclass(frozen=True)
 class _Job:
     program: Program
@@ -161,32 +165,54 @@ class ExecutableStore:
         progress: Callable[[int, int], None] | None = None,
         first: Collection[str] | None = None,
     ) -> Programs:
-        """Load or compile every program, in threads; ``progress(done, total)`` is told of each.
+        """Load or compile every program, in threads; ``progress(done, total)`` is told of each. See ``building``."""
+        with self.building(programs, workers, first) as finish:
+            return finish(progress)
 
-        With ``first``, stored programs of other names are left for ``Programs.load_rest``; what has to be compiled is
-        compiled now.
+    @contextmanager
+    def building(
+        self, programs: Iterable[Program], workers: int | None = None, first: Collection[str] | None = None
+    ) -> Iterator[Finish]:
+        """Begin to load or compile programs, in threads. The function that it yields waits for them, as ``build_all``
+        does.
+
+        With ``first``, programs of these names come first, and stored ones of other names are left for
+        ``Programs.load_rest``; what has to be compiled is compiled now.
         """
-        jobs = [self._job(program) for program in programs]
-        later = [] if first is None else [job for job in jobs if job.program.name not in first and self._stored(job)]
-        names = {job.program.name for job in later}
-        now, busy, out = [job for job in jobs if job.program.name not in names], [], Programs()
-        with ThreadPoolExecutor(workers or os.cpu_count() or 1, "compile") as pool:
-            try:
-                for wait in (0.0, WAIT_SECONDS):
-                    for job, compiled in zip(
-                        now, pool.map(lambda job, wait=wait: self._build(job, wait), now), strict=True
-                    ):
-                        if compiled is None and not wait:
-                            busy.append(job)
-                            continue
-                        assert compiled is not None
-                        out[job.program.name] = compiled
-                        if progress:
-                            progress(len(out), len(jobs) - len(later))
-                    now, busy = busy, []
-            except BaseException:  # Ctrl-C as well: no more is begun
-                pool.shutdown(cancel_futures=True)
-                raise
+        jobs, begun, later = [], [], []
+        pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, "compile")
+        try:
+            for program in sorted(programs, key=lambda p: first is not None and p.name not in first):
+                job = self._job(program)
+                jobs.append(job)
+                if first is not None and program.name not in first and self._stored(job):
+                    later.append(job)
+                else:
+                    begun.append((job, pool.submit(self._build, job, 0.0)))
+            yield functools.partial(self._finish, pool, jobs, begun, later)
+        finally:  # at Ctrl-C as well: no more is begun
+            pool.shutdown(cancel_futures=True)
+
+    def _finish(
+        self,
+        pool: ThreadPoolExecutor,
+        jobs: list[_Job],
+        begun: list[tuple[_Job, "Future[Compiled | None]"]],
+        later: list[_Job],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Programs:
+        out, total = Programs(), len(begun)
+        while begun:
+            busy = []
+            for job, building in begun:
+                compiled = building.result()
+                if compiled is None:  # another process is at it: what is free goes first
+                    busy.append(job)
+                    continue
+                out[job.program.name] = compiled
+                if progress:
+                    progress(len(out), total)
+            begun = [(job, pool.submit(self._build, job, WAIT_SECONDS)) for job in busy]
         self.tally.waiting = len(later)
         out.later = {job.program.name: functools.partial(self._late, job) for job in later}
         self._trim([path for job in jobs for path in (job.path, *job.others)])

@@ -4,6 +4,7 @@ Kept beside the executable, the facts also say why one that is there does not fi
 0.11.2". Nothing volatile is among them: no path, port, working directory or variable that shapes no code.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -140,8 +141,7 @@ def _versions(names: Iterable[str]) -> str:
 def describe(program: Any, default_memory: str | None) -> dict[str, str]:
     """A ``Program`` as facts. ``default_memory`` is the devices' own kind of memory, which shardings need not name."""
     leaves, tree = jax.tree.flatten(program.args)
-    place = {id(sharding): _sharding(sharding, default_memory) for leaf in leaves if (sharding := leaf.sharding)}
-    inputs = [f"{leaf.dtype}{list(leaf.shape)} {place[id(leaf.sharding)]}" for leaf in leaves]
+    inputs = [f"{leaf.dtype}{list(leaf.shape)} {_sharding(leaf.sharding, default_memory)}" for leaf in leaves]
     outputs = jax.tree.map(lambda leaf: _sharding(leaf, default_memory), program.out_shardings)
     return {
         "program": program.name,
@@ -151,6 +151,7 @@ def describe(program: Any, default_memory: str | None) -> dict[str, str]:
     }
 
 
+@functools.lru_cache
 def _sharding(sharding: Any, default_memory: str | None) -> str:
     """Mesh, axes and kind of memory; not which devices: those are given when it is loaded."""
     kind = "" if sharding.memory_kind in (None, default_memory) else f" in {sharding.memory_kind}"
@@ -196,19 +197,28 @@ _IMPORT = re.compile(r"^[ \t]*from[ \t]+(jaxserve[\w.]*)[ \t]+import[ \t]+(\([^)
 def sources() -> list[Path]:
     """The files that programs are traced from: ``ROOTS``, what they import of ``jaxserve``, and the kernels."""
     root = Path(__file__).resolve().parent.parent
+    modules = _modules(root / "jaxserve")
     found: dict[str, Path] = {}
     todo = list(ROOTS)
     while todo:
         name = todo.pop()
-        path = root.joinpath(*name.split(".")).with_suffix(".py")
-        if not path.is_file():
-            path = path.with_suffix("") / "__init__.py"
-        if name in ("jaxserve", *NOT_TRACED) or name in found or not path.is_file():
+        if name in ("jaxserve", *NOT_TRACED) or name in found or name not in modules:
             continue
-        found[name] = path
-        for package, names in _IMPORT.findall(path.read_text()):
+        found[name] = modules[name]
+        for package, names in _IMPORT.findall(modules[name].read_text()):
             todo += [package, *(f"{package}.{word}" for word in re.findall(r"\w+", names))]
     return sorted([*found.values(), *(root / "pallas_kernels").rglob("*.py")])
+
+
+def _modules(package: Path) -> dict[str, Path]:
+    """The modules of a package and of those in it, by name."""
+    found = {}
+    for folder, _, files in os.walk(package):
+        stem = ".".join(Path(folder).relative_to(package.parent).parts)
+        for file in files:
+            if file.endswith(".py"):
+                found[stem if file == "__init__.py" else f"{stem}.{file[:-3]}"] = Path(folder, file)
+    return found
 
 
 def source_hash() -> str:

@@ -111,7 +111,6 @@ async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bo
         log.info("%s while the model was loading: stopping", signal.Signals(stop.result()).name)
         return Ended(0, clean=False)
     llm = await loaded
-    gc.collect()
     gc.freeze()  # a full collection would look at all that was loaded, and hold everybody up for 150 ms
     state.attach(llm)
     llm.print_report()

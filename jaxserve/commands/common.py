@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import gc
 import os
 from typing import Any
 
@@ -34,15 +33,7 @@ def check_engine(parsed: argparse.Namespace) -> EngineConfig:
 
 
 def load(parsed: argparse.Namespace, **more: Any) -> Any:
-    """The ``LLM``, a context manager. jax is imported here and no sooner.
+    """The ``LLM``, a context manager. jax is imported here and no sooner."""
+    import jaxserve
 
-    What a start makes stays: it is not looked through for garbage, neither now (a tenth of a second in all) nor later.
-    """
-    gc.disable()
-    try:
-        import jaxserve
-
-        return jaxserve.LLM(parsed.model, **given(parsed, EngineConfig), **more)
-    finally:
-        gc.freeze()
-        gc.enable()
+    return jaxserve.LLM(parsed.model, **given(parsed, EngineConfig), **more)
