@@ -18,6 +18,48 @@ import numpy as np
 HERE = Path(__file__).parent / "fixtures" / "models"
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    # Queries straight from the hidden row, experts of one group, two shared, a stretched rope with a weight of its own.
+    "deepseek_v2_lite": {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 2,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "n_group": 3,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "max_position_embeddings": 160,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 40.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
     # Latents, heads that are no power of two, values of another size than keys, another eps than the latents' norms.
     "glm4_moe_lite": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
