@@ -140,11 +140,11 @@ def write(family: str) -> None:
     import transformers
 
     torch.set_num_threads(1)
-    cfg = transformers.AutoConfig.for_model(family, **CONFIGS[family])
+    cfg = transformers.AutoConfig.for_model(**{"model_type": family, **CONFIGS[family]})
     model = transformers.AutoModelForCausalLM.from_config(cfg, attn_implementation="eager").float().eval()
     for seed in range(100):
         randomize(model, seed)
-        found = numbers(model, np.random.default_rng(seed).integers(3, 256, PROMPT))
+        found = numbers(model, np.random.default_rng(seed).integers(3, cfg.vocab_size, PROMPT))
         best = np.sort(found["step_logits"])
         margin = float((best[:, -1] - best[:, -2]).min())
         if margin > MARGIN and len(set(found["greedy_ids"].tolist())) >= DISTINCT:
