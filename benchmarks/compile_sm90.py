@@ -31,6 +31,7 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.sharding import sharding
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.sparse_mla import sparse_mla
 
 HOPPER = Kernels("mosaic", "NVIDIA H200", "9.0")
 Call = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
@@ -82,11 +83,28 @@ def attention(rows: int, queries: int, dim: int, dtype: Any = jnp.bfloat16, **op
     return call, shapes, ()
 
 
+def sparse(tokens: int, heads: int, dtype: Any) -> Call:
+    """DeepSeek V3.2's latents: 2,048 of them for each token."""
+
+    def call(q, pages, rows, counts):
+        return sparse_mla(q, pages, rows, counts, kernels=HOPPER, rank=512, scale=192**-0.5)
+
+    shapes = (
+        array(tokens, heads, 576, dtype=jnp.float32),
+        array(8193, 32, 656 if dtype == jnp.uint8 else 576, dtype=dtype),
+        array(tokens, 2048, dtype=jnp.int32),
+        array(tokens, dtype=jnp.int32),
+    )
+    return call, shapes, ()
+
+
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
     Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
     Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),
+    Kernel("sparse_mla fp8_ds_mla 128 heads", lambda: sparse(64, 128, jnp.uint8)),
+    Kernel("sparse_mla bf16 128 heads", lambda: sparse(64, 128, jnp.bfloat16)),
 )
 
 

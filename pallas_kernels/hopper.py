@@ -11,9 +11,9 @@ MASKED = -1e30
 """A score that no query sees; finite, so that a row that sees nothing stays finite too."""
 
 
-def tiled(*shape: int, dtype: Any) -> Any:
-    """Shared memory that wgmma reads: tiles of 8 rows and up to 128 bytes, swizzled."""
+def tiled(*shape: int, dtype: Any, widest: int = 128) -> Any:
+    """Shared memory that wgmma reads: tiles of 8 rows and up to ``widest`` bytes, swizzled. Slices are whole tiles."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    swizzle = min(plgpu.find_swizzle(shape[-1] * size * 8), widest)
     tiling, swizzling = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))

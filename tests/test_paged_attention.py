@@ -42,6 +42,7 @@ SHAPES = {
     "softcap and sinks": Shape((100, 33), softcap=20.0, sinks=True),
     "wide heads": Shape((70,), dim=256, group=2, page=16, width=5),
     "narrow heads": Shape((40, 17), dim=16, page=8),
+    "more steps than stages": Shape((500,), kv_heads=1, page=64, width=8),
     "half": Shape((40,), dtype="float16"),
 }
 

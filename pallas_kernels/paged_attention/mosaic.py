@@ -98,7 +98,11 @@ def paged_attention(
                     plgpu.copy_gmem_to_smem(pages_ref.at[page, 0, head], k_smem.at[here], arrived.at[slot])
                     plgpu.copy_gmem_to_smem(pages_ref.at[page, 1, head], v_smem.at[here], arrived.at[slot])
 
+            def drain(i, _):
+                plgpu.barrier_wait(consumed.at[lax.rem(i, tiling.stages)])
+
             lax.fori_loop(0, steps, step, None)
+            lax.fori_loop(jnp.maximum(steps - tiling.stages, 0), steps, drain, None)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():

@@ -6,11 +6,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.sparse_mla.case import Case
 
 MASKED = -1e30
 """A score of no row; finite, so that a token that attends to nothing stays finite too."""
 BUDGET = 1 << 24
 """Gathered channels that may stand in memory at once."""
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
 
 
 def sparse_mla(
@@ -19,6 +26,7 @@ def sparse_mla(
     rows: jax.Array,
     counts: jax.Array,
     *,
+    kernels: Kernels = REFERENCE,
     rank: int,
     scale: float,
     chunk: int | None = None,
