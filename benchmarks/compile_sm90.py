@@ -135,7 +135,8 @@ def build(kernel: Kernel, mesh: Mesh) -> Outcome:
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), printed(text):
             compiled = jax.jit(function, donate_argnums=donated).lower(*placed).compile()
-        temp = compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        temp = 0 if analysis is None else analysis.temp_size_in_bytes
     except Exception as problem:  # whatever the compiler raises: the others are still tried
         error = f"{type(problem).__name__}: {problem}"
     seconds = time.perf_counter() - begun

@@ -1,7 +1,9 @@
 """Quantized checkpoints: which are read, and that what is kept in memory means what is on disk, sharded or not."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny import idle, reference, tiny
+from tiny import FIXTURES, LIMITS, idle, reference, tiny
 
+import jaxserve
 from checkpoints import TensorInfo
 from jaxserve import params, quantization
 from jaxserve.config import ConfigError, ModelConfig
@@ -120,6 +123,66 @@ def test_what_is_loaded_means_what_is_on_disk(devices: int, spelling: str) -> No
     assert set(kinds) == {"qkv", "o", "gate", "up", "down"}
     if devices == 1:
         assert kinds["gate"] == (BLOCK, BLOCK)
+
+
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1},
+}
+
+
+@pytest.mark.parametrize("spelling", ["weight_scale_inv", "scale"])
+@pytest.mark.parametrize(("devices", "groups"), [(1, 1), (4, 1), (4, 4), (8, 4)])
+@pytest.mark.parametrize("family", list(EXPERTS))
+def test_experts_too_mean_what_is_on_disk(family: str, devices: int, groups: int, spelling: str) -> None:
+    """Experts are cut by number and by width, and padded; their router stays in float32."""
+    cfg, parallel = model(config(model_type=family, **EXPERTS[family])), Parallel(devices, groups)
+    mesh = make_mesh(devices, groups)
+    fp8, plain = checkpoints_of(cfg, spelling)
+    specs = quantization.quantized(specs_of(cfg, parallel, fp8), BlockFp8(BLOCK), fp8.tensors, parallel, "float32")
+    params.check(specs, fp8)
+    layer = params.load(specs, fp8, "float32", mesh)["layers"][0]
+    expected = params.load(specs_of(cfg, parallel, plain), plain, "float32", mesh)["layers"][0]
+    assert layer["router"].dtype == jnp.float32
+    quantized = {name for name, weight in layer.items() if isinstance(weight, QuantArray)}
+    shared = {"shared_gate", "shared_up", "shared_down"} if family == "glm4_moe" else set()
+    assert quantized == {"qkv", "o", "gate_up", "down"} | shared
+    for name, weight in layer.items():
+        meant = jax.jit(QuantArray.dequantize)(weight) if name in quantized else weight
+        np.testing.assert_array_equal(meant, np.asarray(expected[name]), err_msg=name)
+
+
+def test_an_engine_runs_fp8_experts(programs_dir: str, tmp_path: Path) -> None:
+    """The fixture, quantized here, beside the same numbers dequantized."""
+    from safetensors.numpy import load_file, save_file
+
+    known = json.loads((FIXTURES / "qwen3_moe" / "config.json").read_text())
+    table = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    fp8, plain = {}, {}
+    for name, weight in load_file(FIXTURES / "qwen3_moe" / "model.safetensors").items():
+        if weight.ndim != 2 or "_proj" not in name:
+            fp8[name] = plain[name] = weight
+            continue
+        rows, columns = (-(-size // 16) for size in weight.shape)
+        padded = np.pad(weight, [(0, 16 * n - size) for n, size in zip((rows, columns), weight.shape, strict=True)])
+        scale = np.abs(padded.reshape(rows, 16, columns, 16)).max((1, 3)) / 448
+        wide = np.kron(scale, np.ones((16, 16)))[: weight.shape[0], : weight.shape[1]].astype(np.float32)
+        data = (weight / wide).astype(E4M3)
+        fp8 |= {name: data, f"{name}_scale_inv": scale.astype(np.float32)}
+        plain[name] = data.astype(np.float32) * wide
+    found = []
+    for kind, weights, more in (("fp8", fp8, {"quantization_config": table}), ("plain", plain, {})):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(known | more))
+        save_file(weights, folder / "model.safetensors")
+        with jaxserve.LLM(str(folder), **LIMITS, cache_dir=programs_dir) as llm:
+            assert ("fp8" in llm.report()["run"]["quantization"]) == (kind == "fp8")
+            (output,) = llm.generate([[3, 1, 4, 1, 5, 9]], max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+            found.append([(token.token_id, token.logprob) for token in output.outputs[0].logprobs])
+    for (token, logprob), (other, expected) in zip(*found, strict=True):
+        assert token == other
+        assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -69,6 +69,9 @@ def _pair(spec: ParamSpec, rule: BlockFp8, scales: Mapping[str, str], parallel: 
     shape = tuple(-(-size // block) for size, block in zip(spec.shape, blocks, strict=True))
 
     def fill(source: Source, index: Index) -> np.ndarray:
+        first, rest = range(index[0].start, index[0].stop), index[1:]
+        if blocks[0] == 1 and len(first) > 1:  # one by one: what is made on the way is as large as the weights
+            return np.concatenate([fill(source, (slice(i, i + 1), *rest)) for i in first])
         elements = tuple(
             slice(part.start * block, min(part.stop * block, size))
             for part, block, size in zip(index, blocks, spec.shape, strict=True)

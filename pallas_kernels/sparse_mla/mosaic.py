@@ -9,6 +9,7 @@ byte j of word c, channel ``2c + j`` of a bfloat16 row is half j of it. Part j o
 are brought into this order before, outputs out of it afterwards, and between them it does not matter.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -250,7 +251,7 @@ def sparse_mla(
                 stats_ref[token, tile] = total
 
         for mine in (0, 1):
-            pl.when(warpgroup == mine)(lambda mine=mine: compute(mine))
+            pl.when(warpgroup == mine)(functools.partial(compute, mine))
 
     half_rope = row.rope // 2
     fetched = ROWS * (row.tiles + row.fp8 + 1)
