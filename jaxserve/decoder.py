@@ -9,7 +9,7 @@ from jaxserve.attention import attend
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
 from jaxserve.context import Context, Hidden
-from jaxserve.layer_spec import Latent, LayerSpec, Moe, PerLayer
+from jaxserve.layer_spec import Dense, Latent, LayerSpec, Moe, PerLayer
 from jaxserve.layers import gated, linear, mlp, rms_norm
 from jaxserve.moe import moe
 from jaxserve.params import Params
@@ -47,7 +47,9 @@ def layer(
         pages = (kept,)
     x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
-    if isinstance(spec.ffn, Moe):
+    if isinstance(spec.ffn, Moe) and spec.ffn.beside is not None:
+        out = both(cfg, spec.ffn, spec.ffn.beside, mesh, params, x, ctx)
+    elif isinstance(spec.ffn, Moe):
         out = moe(spec.ffn, mesh, params, normed, real=ctx.real)
     else:
         out = mlp(spec.ffn, params, normed)
@@ -57,6 +59,18 @@ def layer(
     if spec.scaled:
         x = x * params["scalar"]
     return pages, hidden._replace(x=x)
+
+
+def both(
+    cfg: ModelConfig, spec: Moe, beside: Dense, mesh: Mesh, params: Params, x: jax.Array, ctx: Context
+) -> jax.Array:
+    """What a mixture and a network beside it make of ``x [T, E]``, before the norm over their sum."""
+    plain = {name: params[f"beside_{name}"] for name in ("gate", "up", "down")}
+    out = mlp(beside, plain, rms_norm(x, params["mlp_norm"], cfg.norm_eps))
+    asked = rms_norm(x, params["router_norm"], cfg.norm_eps) * cfg.hidden_size**-0.5
+    mixed = moe(spec, mesh, params, rms_norm(x, params["moe_norm"], cfg.norm_eps), ctx.real, asked)
+    norms = params["beside_post_norm"], params["moe_post_norm"]
+    return rms_norm(out, norms[0], cfg.norm_eps) + rms_norm(mixed, norms[1], cfg.norm_eps)
 
 
 def per_layer(cfg: ModelConfig, spec: PerLayer, params: Params, x: jax.Array, ctx: Context) -> jax.Array:

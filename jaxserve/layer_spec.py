@@ -140,6 +140,8 @@ class Router:
     top_groups: int = 1
     group_score: Literal["top2", "max"] = "top2"
     """A group is as good as the sum of its two best experts, or as its best one."""
+    expert_scale: bool = False
+    """The weight of every expert is multiplied by a number of its own."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,9 @@ class Moe:
     """The experts' matrices are MXFP4."""
     shared: Dense | None = None
     """A network that every token passes through; several shared experts are one wide network."""
+    beside: Dense | None = None
+    """A network that every token passes through beside the mixture (Gemma 4): both have norms of their own before and
+    after, and the router one without weight."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "router": (None, None),
     "router_bias": (None,),
     "correction": (None,),
+    "expert_scale": (None,),
     "gate_up": ("experts", None, "expert_ff", None),
     "gate_up_bias": ("experts", None, "expert_ff"),
     "down": ("experts", None, "expert_ff"),
@@ -33,21 +34,28 @@ AXES: dict[str, tuple[str | None, ...]] = {
 """Logical axes of every parameter of the block."""
 
 
-def moe(spec: Moe, mesh: Mesh, params: dict[str, Any], x: jax.Array, real: jax.Array) -> jax.Array:
-    """The block's output, float32 ``[T, E]``, of rows ``x [T, E]``; rows that are not ``real`` (bool ``[T]``) get 0."""
+def moe(
+    spec: Moe, mesh: Mesh, params: dict[str, Any], x: jax.Array, real: jax.Array, asked: jax.Array | None = None
+) -> jax.Array:
+    """The block's output, float32 ``[T, E]``, of rows ``x [T, E]``; rows that are not ``real`` (bool ``[T]``) get 0.
+
+    ``asked``: what the router sees of each row, where that is not ``x``.
+    """
     mine = {name: params[name] for name in AXES if name in params}
     specs = {name: partition(AXES[name]) for name in mine}
     whole = partition((None, None))
     block = functools.partial(_block, spec)
     run: Callable[..., jax.Array] = jax.shard_map(
-        block, mesh=mesh, in_specs=(specs, whole, partition((None,))), out_specs=whole, check_vma=False
+        block, mesh=mesh, in_specs=(specs, whole, whole, partition((None,))), out_specs=whole, check_vma=False
     )
-    return run(mine, x, real)
+    return run(mine, x, x if asked is None else asked, real)
 
 
-def _block(spec: Moe, params: dict[str, Any], x: jax.Array, real: jax.Array) -> jax.Array:
+def _block(spec: Moe, params: dict[str, Any], x: jax.Array, asked: jax.Array, real: jax.Array) -> jax.Array:
     """One device's part, summed over the devices."""
-    ids, weights = route(spec.router, router_logits(params, x), params.get("correction"))
+    ids, weights = route(spec.router, router_logits(params, asked), params.get("correction"))
+    if spec.router.expert_scale:
+        weights = weights * params["expert_scale"][ids]
     held = params["gate_up"].shape[0]
     local = ids - lax.axis_index("expert") * held
     kept = real[:, None] & (local >= 0) & (local < held)

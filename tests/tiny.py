@@ -23,6 +23,7 @@ FAMILIES = (
     "gpt_oss_mxfp4",
     "gemma3_text",
     "gemma4_dense",
+    "gemma4_moe",
     "deepseek_v2",
     "deepseek_v3",
     "kimi_k2",

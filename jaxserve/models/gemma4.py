@@ -3,10 +3,15 @@ the keys), layers at the end that attend to others' keys and values, an embeddin
 
 from typing import Any
 
+import numpy as np
+
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.layer_spec import Attention, Dense, PerLayer
+from jaxserve.layer_spec import Attention, Dense, Moe, PerLayer, Router
+from jaxserve.models.expert_weights import Place, down_spec, gate_up_spec, router_specs
 from jaxserve.models.family import Family, activation, decoder_config, need, read_rope
+from jaxserve.params import Source, columns, rows, vector
 from jaxserve.rope import RopeConfig
+from jaxserve.sharding import pad_to_multiple
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -15,9 +20,8 @@ ROPES = {
 
 
 def _gemma4(hf: dict[str, Any]) -> ModelConfig:
-    for name in ("enable_moe_block", "attention_bias"):
-        if hf.get(name):
-            raise ConfigError(f"{name} is not supported for gemma4_text")
+    if hf.get("attention_bias"):
+        raise ConfigError("attention_bias is not supported for gemma4_text")
     if hf.get("use_bidirectional_attention") == "all":
         raise ConfigError("use_bidirectional_attention is not supported: queries see what stands before them")
     kinds = _kinds(hf)
@@ -32,7 +36,7 @@ def _gemma4(hf: dict[str, Any]) -> ModelConfig:
     own = PerLayer(int(channels), int(vocab or need(hf, "vocab_size")), kind) if channels else None
     return decoder_config(
         {"tie_word_embeddings": True, **hf},
-        ffn=lambda layer: Dense(width * wide if layer >= first else width, kind),
+        ffn=lambda layer: _ffn(hf, Dense(width * wide if layer >= first else width, kind)),
         mixer=lambda layer: _mixer(hf, kinds[layer], layer, borrows=layer >= first),
         sandwich=True,
         per_layer=own,
@@ -42,6 +46,14 @@ def _gemma4(hf: dict[str, Any]) -> ModelConfig:
             "logit_softcap": hf.get("final_logit_softcapping"),
         },
     )
+
+
+def _ffn(hf: dict[str, Any], plain: Dense) -> Dense | Moe:
+    if not hf.get("enable_moe_block"):
+        return plain
+    router = Router("softmax", int(need(hf, "top_k_experts")), renormalize=True, expert_scale=True)
+    experts, width = int(need(hf, "num_experts")), int(need(hf, "moe_intermediate_size"))
+    return Moe(experts, width, router, plain.activation, beside=plain)
 
 
 def _kinds(hf: dict[str, Any]) -> list[str]:
@@ -87,6 +99,36 @@ def _rope(hf: dict[str, Any], kind: str, dim: int) -> RopeConfig:
     return read_rope({**hf, "rope_parameters": (hf.get("rope_parameters") or {}).get(kind) or ROPES[kind]}, dim)
 
 
+def _experts(at: Place) -> dict[str, Any]:
+    """A mixture, and what stands beside it. All experts are one tensor on disk, the gates before the ups."""
+    prefix, experts, width, hidden = at.prefix, at.spec.experts, at.spec.width, at.hidden
+    both, down = prefix + "experts.gate_up_proj", prefix + "experts.down_proj"
+
+    def read_both(source: Source, wanted: range, channels: range) -> np.ndarray:
+        data = source.read(both, slice(wanted.start, wanted.stop)).reshape(len(wanted), 2, width, hidden)
+        return data[:, :, channels.start : channels.stop]
+
+    def read_down(source: Source, wanted: range, channels: range) -> np.ndarray:
+        return source.read(down, slice(wanted.start, wanted.stop))[:, :, channels.start : channels.stop]
+
+    assert at.spec.beside is not None
+    wide = at.spec.beside.width
+    padded = pad_to_multiple(wide, at.parallel.devices)
+    norm = prefix + "{}_feedforward_layernorm_{}.weight"
+    return router_specs(at, prefix + "router.proj") | {
+        "router_norm": vector(prefix + "router.scale", hidden),
+        "expert_scale": vector(prefix + "router.per_expert_scale", experts),
+        "gate_up": gate_up_spec(at, {both: (experts, 2 * width, hidden)}, read_both),
+        "down": down_spec(at, {down: (experts, hidden, width)}, read_down),
+        "moe_norm": vector(norm.format("pre", 2), hidden),
+        "moe_post_norm": vector(norm.format("post", 2), hidden),
+        "beside_post_norm": vector(norm.format("post", 1), hidden),
+        "beside_gate": rows(prefix + "mlp.gate_proj.weight", (wide, hidden), padded, "ff"),
+        "beside_up": rows(prefix + "mlp.up_proj.weight", (wide, hidden), padded, "ff"),
+        "beside_down": columns(prefix + "mlp.down_proj.weight", (hidden, wide), padded, "ff"),
+    }
+
+
 def _unused(cfg: ModelConfig) -> tuple[str, ...]:
     """Keys and values of layers that do not use their own, which some checkpoints have."""
     borrowing = (n for n, layer in enumerate(cfg.layers) if isinstance(layer.mixer, Attention) and layer.mixer.borrows)
@@ -94,4 +136,4 @@ def _unused(cfg: ModelConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}.self_attn.{name}" for number in borrowing for name in names)
 
 
-FAMILIES = {"gemma4_text": Family(_gemma4, unused=_unused)}
+FAMILIES = {"gemma4_text": Family(_gemma4, _experts, unused=_unused)}
