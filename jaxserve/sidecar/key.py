@@ -19,8 +19,7 @@ Fields = dict[str, Any]
 def fields(model: ModelConfig, dtype: str, tensor_parallel: int, specs: Specs, role: str) -> Fields:
     """The key of weights as JSON values, the files they come from aside."""
     layouts = [HeadLayout.of(mixer, tensor_parallel) for mixer in model.mixers]
-    about = {f"model.{field.name}": getattr(model, field.name) for field in dataclasses.fields(model)}
-    about["model.layers"] = [dataclasses.asdict(layer) for layer in model.layers]
+    about = {f"model.{name}": value for name, value in dataclasses.asdict(model).items()}
     made = {
         "role": role,
         **about,
