@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import pickle
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve import entries, program_key
 from jaxserve.config import ConfigError
+from jaxserve.priority import give_way
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Programs(dict[str, Compiled]):
     def load_rest(self) -> None:
         """Begin to load what is still to be loaded, in order, on a thread that gives way to all others."""
         if self.later and self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "programs", initializer=_give_way)
+            self._pool = ThreadPoolExecutor(1, "programs", initializer=give_way)
             self._loading = {name: self._pool.submit(job) for name, job in self.later.items() if name not in self}
 
     def __missing__(self, name: str) -> Compiled:
@@ -381,12 +381,6 @@ class ExecutableStore:
 
 def _cannot_run(*_: Any) -> Any:
     raise RuntimeError("this program was compiled for another machine's devices")
-
-
-def _give_way() -> None:
-    """Lower this thread's priority, where threads have their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _default_memory(device: Any) -> str | None:

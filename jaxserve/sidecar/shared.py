@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.priority import give_way
 from jaxserve.sidecar.errors import SidecarError
 from jaxserve.sidecar.layout import Layout, Piece, np_dtype
 
@@ -95,7 +96,8 @@ def attach(
 
 
 def _touch(maps: Sequence[mmap.mmap]) -> None:
-    """Have the kernel fill in the page tables, which the first step would otherwise wait for."""
+    """Have the kernel fill in the page tables, which the first step would otherwise wait for; a start goes first."""
+    give_way()
     madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own method would hold the interpreter's lock
     for found in maps:
         start, size = np.frombuffer(found, np.uint8).ctypes.data, len(found)
