@@ -36,9 +36,11 @@ def attend(
     q = rotate(q, table)
     if spec.rope.query_scale_beta:
         q = q * query_scale(spec.rope, ctx.position)[:, None, None, None]
+    wide = pages.shape[-1] - spec.head_dim if pages.ndim == 5 else 0  # made for wider heads, which others have
     if not spec.borrows:
         k, v = keys_values(cfg, spec, params, fused, table)
-        pages = write_heads(pages, k, v, ctx.slots[group])
+        pages = write_heads(pages, _widen(k, wide), _widen(v, wide), ctx.slots[group])
+    q = _widen(q, wide)
 
     def part(q: jax.Array, first: int, last: int) -> jax.Array:
         starts, counts = ctx.spans[:, first:last]
@@ -54,7 +56,7 @@ def attend(
             softcap=spec.softcap,
             sinks=params["sinks"] if spec.sinks else None,
         )
-        return out.reshape(q.shape)
+        return out.reshape(q.shape)[..., : spec.head_dim]
 
     parts = []
     if bucket.decodes:
@@ -76,3 +78,7 @@ def keys_values(
     if spec.qk_norm:
         k = rms_norm(k, params["k_norm"], cfg.norm_eps)
     return rotate(k, table), v
+
+
+def _widen(x: jax.Array, channels: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, channels),)) if channels else x

@@ -36,6 +36,7 @@ from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 from jaxserve.watermark.slots import MarkSlots, MarkSpec
+from jaxserve.windows import Windows
 
 RANDOM = "THE WEIGHTS ARE RANDOM: NO CHECKPOINT WAS READ, AND WHAT IS GENERATED MEANS NOTHING"
 
@@ -129,7 +130,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
         stop_ids=tuple(eos),
         marks=marks,
     )
-    pool = PagePool(limits.num_pages, config.page_size)
+    pool = PagePool(limits.num_pages, config.page_size, programs.cache.windows)
     tier = None
     if limits.host_bytes:
         tier = HostTier(limits.host_bytes, programs.record_bytes, checked=config.kv_checksums)
@@ -235,24 +236,26 @@ def size(
             temporaries = step_bytes(programs(2, longest), store)
     available, held = available or memory.measure(device), link.held if link else 0
     budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
-    most = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) + 1)
+    windows, step = Windows(cache.windows, config.page_size), buckets.max_prompt_tokens
+    need = sum(windows.most(0, longest, step))
+    most = min(budget // page_bytes, max_num_seqs * need + 1)
 
-    def stored(pages: int) -> bool:
-        return store.has(programs(pages, min(longest, (pages - 1) * config.page_size)).zeros())
+    def fits(pages: int) -> int:
+        return windows.longest(pages - 1, step, longest)
 
-    num_pages = _steady(most, -(-longest // config.page_size) + 1, stored)
-    fits = (num_pages - 1) * config.page_size
-    if fits < longest:
-        if config.max_model_len is not None or fits < 2:
+    num_pages = _steady(most, need + 1, lambda pages: store.has(programs(pages, fits(pages)).zeros()))
+    if (length := fits(num_pages)) < longest:
+        if config.max_model_len is not None or length < 2:
             raise ConfigError(
-                f"max_model_len {longest} does not fit: the KV cache holds {max(fits, 0)} tokens in {budget} bytes; "
+                f"max_model_len {longest} does not fit: the KV cache holds {length} tokens in {budget} bytes; "
                 "lower max_model_len or raise kv_cache_memory_bytes"
             )
         report.add("limits", max_model_len_lowered_from=longest)
-        longest = fits
+        longest = length
     pool_bytes = 0
     if link is not None and link.sidecar is not None:
-        pool_bytes, host_bytes = host_bytes, memory.staging(host_bytes, longest * cache.token_bytes)
+        text = sum(windows.most(0, longest, step)) * config.page_size * cache.token_bytes
+        pool_bytes, host_bytes = host_bytes, memory.staging(host_bytes, text)
     return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes, pool_bytes)
 
 
@@ -409,21 +412,7 @@ def _describe(
     report.add("run", weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
     report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])
     report.add("run", attention="reference (jnp): no GPU kernel is built yet")
-    page = programs.cache.token_bytes * config.page_size
-    report.add(
-        "kv cache",
-        dtype=programs.cache.dtypes,
-        bytes_per_token=programs.cache.token_bytes,
-        pages=limits.num_pages - 1,
-        tokens_that_fit=(limits.num_pages - 1) * config.page_size,
-        total_bytes=page * limits.num_pages,
-        host_tokens_that_fit=limits.host_bytes // programs.record_bytes * config.page_size,
-        prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
-    )
-    for kept in () if stores is None else stores.stores:
-        tokens = {"tokens_that_fit": kept.capacity, "tokens_there": len(kept)}
-        report.add("kv cache", **{f"{kept.name}_{name}": n * config.page_size for name, n in tokens.items()})
-        report.add("kv cache", **{f"{kept.name}_place": kept.place})
+    _describe_cache(report, config, model, programs, limits, stores)
     report.add(
         "limits",
         max_model_len=limits.max_model_len,
@@ -434,3 +423,39 @@ def _describe(
         config.watermark.warn()
         report.add("watermark", **config.watermark.describe())
     report.follow("executables", store.tally.report)
+
+
+def _describe_cache(
+    report: Report,
+    config: EngineConfig,
+    model: ModelConfig,
+    programs: ProgramSet,
+    limits: Limits,
+    stores: StoreTier | None,
+) -> None:
+    cache, size, pages = programs.cache, config.page_size, limits.num_pages - 1
+    windows, step = Windows(cache.windows, size), limits.buckets.max_prompt_tokens
+    report.add(
+        "kv cache",
+        dtype=cache.dtypes,
+        bytes_per_token=cache.token_bytes * len(windows),
+        pages=pages,
+        tokens_that_fit=windows.fit(pages, step, limits.max_model_len),
+        total_bytes=cache.token_bytes * size * limits.num_pages,
+        host_tokens_that_fit=limits.host_bytes // programs.record_bytes // len(windows) * size,
+        prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
+    )
+    if any(cache.windows):
+        held = windows.most(0, limits.max_model_len, step)
+        groups = [
+            f"{[layer.group for layer in cache.layers].count(group)} layers, {cache.token_bytes} bytes a token, "
+            + ("all tokens" if window is None else f"window {window}: at most {most * size} tokens a sequence")
+            for group, (window, most) in enumerate(zip(cache.windows, held, strict=True))
+        ]
+        report.add("kv cache", groups=groups)
+    elif any((getattr(mixer, "window", None) or limits.max_model_len) < limits.max_model_len for mixer in model.mixers):
+        report.add("kv cache", groups="one: layers keep pages of different kinds, so none are freed behind a window")
+    for kept in () if stores is None else stores.stores:
+        tokens = {"tokens_that_fit": kept.capacity, "tokens_there": len(kept)}
+        report.add("kv cache", **{f"{kept.name}_{name}": n // len(windows) * size for name, n in tokens.items()})
+        report.add("kv cache", **{f"{kept.name}_place": kept.place})

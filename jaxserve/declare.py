@@ -5,9 +5,10 @@ import dataclasses
 
 import checkpoints
 from jaxserve import models, params, quantization
-from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, KeyPages, LatentPages, LayerCache, Pages
+from jaxserve.cache_spec import FP8, CacheSpec, HeadPages, KeyPages, LatentPages, Pages
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
-from jaxserve.layer_spec import Latent
+from jaxserve.grouping import arrange
+from jaxserve.layer_spec import Attention, Latent
 from jaxserve.models.weights import IGNORED_TENSORS, param_specs, predictor_names
 from jaxserve.random_weights import promised
 from jaxserve.sharding import HeadLayout, Parallel
@@ -63,23 +64,24 @@ def declare(
 def declare_cache(model: ModelConfig, config: EngineConfig, dtype: str) -> CacheSpec:
     """What the layers keep. ``dtype`` is the engine's. Raises ``ConfigError`` where the model has nothing that the
     ``kv_cache_dtype`` asked for is made for."""
-    planes: list[tuple[Pages, ...]] = []
+    kept: list[tuple[Pages, ...]] = []
     for layer in model.layers:
         mixer = layer.mixer
         if isinstance(mixer, Latent):
-            planes.append(_latents(mixer, config, dtype))
+            kept.append(_latents(mixer, config, dtype))
             continue
         if config.kv_cache_dtype == "fp8_ds_mla":
             raise ConfigError(
                 "kv_cache_dtype fp8_ds_mla is for latents; this model keeps keys and values of heads: fp8"
             )
-        kept = FP8 if config.kv_cache_dtype == "fp8" else dtype
         layout = HeadLayout.of(mixer, config.tensor_parallel)
-        planes.append((HeadPages(layout.kv_source, mixer.head_dim, kept),))
+        pages = HeadPages(layout.kv_source, mixer.head_dim, FP8 if config.kv_cache_dtype == "fp8" else dtype)
+        kept.append((pages,))
+    windows = [layer.mixer.window if isinstance(layer.mixer, Attention) else None for layer in model.layers]
     owners = model.owners
     own = sorted(set(owners))
-    layers = tuple(LayerCache(own.index(number), 0) for number in owners)
-    return CacheSpec(tuple(planes[number] for number in own), layers, (None,))
+    spec = arrange([kept[n] for n in own], [windows[n] for n in own], config.max_model_len or model.max_position)
+    return dataclasses.replace(spec, layers=tuple(spec.layers[own.index(number)] for number in owners))
 
 
 def _latents(mixer: Latent, config: EngineConfig, dtype: str) -> tuple[Pages, ...]:

@@ -27,7 +27,8 @@ def identity(programs: ProgramSet, content: Mapping[str, str], environment: Mapp
     ``content`` has the SHA-256 of the checkpoint's files by name, ``environment`` what the programs depend on.
     """
     fields = key.fields(programs.cfg, programs.dtype, programs.mesh.size, programs.specs, "target")
-    layout = (programs.record_shapes, programs.cache.dtypes, programs.page_size)
+    cache = programs.cache
+    layout = (programs.record_shapes, cache.dtypes, programs.page_size, str(cache.layers), cache.windows)
     facts = [fields, dict(content), layout, dict(programs.mesh.shape), dict(environment)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
