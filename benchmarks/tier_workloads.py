@@ -68,23 +68,27 @@ def first_tokens(llm: jaxserve.LLM, asked: list[list[int]]) -> list[float]:
 
 
 def shared(llm: jaxserve.LLM, seed: int, length: int, users: int, misses: int) -> dict[str, list[float]]:
-    """To the first token where the first ``length`` tokens are new, and where others have sent them."""
+    """To the first token where the first ``length`` tokens are new, and where others have sent them.
+
+    One after another, and all ``users`` at once: with a prompt that is known, with one that is new to all of them, and
+    with one each, so that there is nothing to share. The last takes as long as everything else together, and is done
+    once.
+    """
     rng = random.Random(seed)
-    found: dict[str, list[float]] = {name: [] for name in ("new", "known", "known, all at once", "new, all at once")}
+    kinds = ("new", "known", "known, all at once", "new, all at once", "different, all at once")
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+
+    def ask(system: list[int], count: int) -> list[list[int]]:
+        return [system + own for own in prompts(rng, count, 20)]
+
     for _ in range(misses):
-        for new in (True, False):
-            (system,) = prompts(rng, 1, length)
-
-            def ask(count: int, system: list[int] = system) -> list[list[int]]:
-                return [system + own for own in prompts(rng, count, 20)]
-
-            if new:
-                found["new"] += first_tokens(llm, ask(1))
-                for one in ask(users // misses):
-                    found["known"] += first_tokens(llm, [one])
-                found["known, all at once"] += first_tokens(llm, ask(users))
-            else:
-                found["new, all at once"] += first_tokens(llm, ask(users))
+        known, new = prompts(rng, 2, length)
+        found["new"] += first_tokens(llm, ask(known, 1))
+        for one in ask(known, users // misses):
+            found["known"] += first_tokens(llm, [one])
+        found["known, all at once"] += first_tokens(llm, ask(known, users))
+        found["new, all at once"] += first_tokens(llm, ask(new, users))
+    found["different, all at once"] += first_tokens(llm, prompts(rng, users, length + 20))
     return found
 
 

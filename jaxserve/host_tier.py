@@ -20,7 +20,7 @@ SIZES = (16, 8, 4, 2, 1)
 """Records a block may hold."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Block:
     """Records on the host. ``data`` is the runner's (see ``records``), None until the spill is launched."""
 

@@ -224,18 +224,29 @@ class ProgramSet:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.block(1))
 
     def block(self, records: int) -> tuple[Abstract, ...]:
-        """Records in pinned host memory (see ``transfers``)."""
+        """Records in host memory: pinned, but for a CPU that works on them where they are (see ``transfers``)."""
 
         def part(kind: Pages, shape: tuple[int, ...]) -> Abstract:
-            host = sharding(self.mesh, (None, None, *kind.axes) if kind.plain else ()).with_memory_kind("pinned_host")
+            host = sharding(self.mesh, (None, None, *kind.axes) if kind.plain else ())
+            if not self.spills_in_turn:
+                host = host.with_memory_kind("pinned_host")
             return jax.ShapeDtypeStruct((records, *shape), jnp.dtype(kind.dtype), sharding=host)
 
         return tuple(part(kind, shape) for kind, shape in zip(self.cache.kinds, self.record_shapes, strict=True))
 
+    @property
+    def spills_in_turn(self) -> bool:
+        """Whether spills write to a block that is given to them, page after page (see ``transfers``)."""
+        one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return one_cpu and all(kind.plain for kind in self.cache.kinds)
+
     def transfers(self, records: int) -> Iterator[Program]:
-        """``spill N``: pages to a block of N records in host memory; ``restore N``: back."""
+        """``spill N``: pages to a block of N records in host memory; ``restore N``: back. ``blank N``: a block."""
         kv, block = self.kv, self.block(records)
         pages = self.array((records,), jnp.int32)
+        if self.spills_in_turn:
+            yield from self._transfers_in_turn(records, kv, block, pages)
+            return
 
         def spill(kv: transfers.KV, pages: jax.Array) -> transfers.Block:
             return transfers.spill_pages(self.cache, self.page_size, kv, pages)
@@ -244,6 +255,20 @@ class ProgramSet:
             return transfers.restore_pages(self.cache, kv, block, pages)
 
         yield self._program(f"spill {records}", spill, (kv, pages), (), block)
+        yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
+
+    def _transfers_in_turn(self, records: int, kv: Any, block: Any, pages: Abstract) -> Iterator[Program]:
+        def blank() -> transfers.Block:
+            return untouched.zeros(block)
+
+        def spill(block: transfers.Block, kv: transfers.KV, pages: jax.Array) -> transfers.Block:
+            return transfers.spill_in_turn(self.cache, block, kv, pages)
+
+        def restore(kv: transfers.KV, block: transfers.Block, pages: jax.Array) -> transfers.KV:
+            return transfers.restore_in_turn(self.cache, kv, block, pages)
+
+        yield self._program(f"blank {records}", blank, (), (), block, about=f"{block}")
+        yield self._program(f"spill {records}", spill, (block, kv, pages), (0,), block)
         yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
 
     def embed(self, bucket: StepBucket) -> Program:

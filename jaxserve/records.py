@@ -28,9 +28,9 @@ def checksum(data: Any, number: int) -> int:
 
 
 def rows(data: Any) -> np.ndarray:
-    """Records in the canonical layout, as bytes ``[records, record_bytes]``. Waits for the data."""
-    parts = [np.ascontiguousarray(np.asarray(array)) for array in _arrays(data)]
-    parts = [part.reshape(len(part), -1).view(np.uint8) for part in parts]
+    """Records in the canonical layout, as bytes ``[records, record_bytes]``. Waits for the data, and may be a view of
+    them: keep the block as long."""
+    parts = [_rows(array) for array in _arrays(data)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
@@ -45,6 +45,14 @@ def nbytes(data: Any) -> int:
 
 def _arrays(data: Any) -> tuple[Any, ...]:
     return data if isinstance(data, tuple) else (data,)
+
+
+def _rows(array: Any) -> np.ndarray:
+    if len(getattr(array, "addressable_shards", ())) == 1:
+        # Not asarray: jax would keep what it returns, and never write to this memory again.
+        return _memory(array.block_until_ready())
+    whole = np.ascontiguousarray(np.asarray(array))
+    return whole.reshape(len(whole), -1).view(np.uint8)
 
 
 def _parts(data: Any) -> list[np.ndarray]:

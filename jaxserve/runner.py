@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve.batch import PromptRows, StepBatch
+from jaxserve.block_pool import BlockPool
 from jaxserve.buckets import StepBucket
 from jaxserve.executables import Compiled, Programs
 from jaxserve.host_tier import Spill
@@ -67,6 +68,10 @@ class Runner:
         self.head = {name: weights[name] for name in programs.head_params}
         self.calls: dict[StepBucket, list[tuple[Compiled, list[Params], tuple[int, ...]]]] = {}
         self.state = state
+        self.pool: BlockPool | None = None
+        """Where spills have to be given their blocks."""
+        if programs.spills_in_turn:
+            self.pool = BlockPool(lambda records: compiled[f"blank {records}"]())
 
     def _calls(self, bucket: StepBucket) -> list[tuple[Compiled, list[Params], tuple[int, ...]]]:
         """The layer calls of a step: program, weights, and which planes."""
@@ -114,8 +119,13 @@ class Runner:
 
     def spill(self, spill: Spill) -> None:
         """Start copying pages to the host."""
-        program = self.compiled[f"spill {len(spill.pages)}"]
-        spill.block.data = program(self.state.kv, np.array(spill.pages, np.int32))
+        count = len(spill.pages)
+        program, args = self.compiled[f"spill {count}"], (self.state.kv, np.array(spill.pages, np.int32))
+        if self.pool is None:
+            spill.block.data = program(*args)
+        else:
+            spill.block.data = program(self.pool.take(count), *args)
+            self.pool.watch(spill.block)
 
     def place(self, records: np.ndarray) -> tuple[jax.Array, ...]:
         """The data of a block: records as bytes, uint8 ``[N, record_bytes]``, in the host memory that restores read."""

@@ -2,10 +2,19 @@
 
 A record is one page of all planes, the same for any number of devices. Records that travel together are a block: for
 each distinct kind of array in the planes (``CacheSpec.kinds``) an array ``[N, arrays of this kind, ...]``.
+
+Both ways come in two forms. ``spill_pages`` and ``restore_pages`` move all pages of an array at once, for devices that
+do many things at the same time. ``spill_in_turn`` and ``restore_in_turn`` move page after page, for a single CPU: each
+byte is read and written once. XLA's CPU code for the first form writes everything twice, and meets its threads at every
+array, which takes ten times as long as the copying where the machine has other work.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxserve.cache_spec import CacheSpec, HeadPages, Pages
 
@@ -50,6 +59,67 @@ def restore_pages(cache: CacheSpec, kv: KV, block: Block, pages: jax.Array) -> K
         tuple(write(array, next(sources[kind])) for kind, array in zip(kinds, plane, strict=True))
         for kinds, plane in zip(cache.planes, kv, strict=True)
     ]
+
+
+def spill_in_turn(cache: CacheSpec, block: Block, kv: KV, pages: jax.Array) -> Block:
+    """``spill_pages`` into the memory of ``block``, whatever is there. All kinds must be plain."""
+
+    def move(block: Block, kv: list[list[jax.Array]], pages: jax.Array) -> Block:
+        def page(number: jax.Array, block: Block) -> Block:
+            def record(records: jax.Array, arrays: list[jax.Array]) -> jax.Array:
+                for i, array in enumerate(arrays):
+                    row = jax.lax.dynamic_slice(array, (pages[number], 0), (1, array.shape[1]))
+                    records = jax.lax.dynamic_update_slice(records, row, (number, i * array.shape[1]))
+                return records
+
+            return tuple(record(*one) for one in zip(block, kv, strict=True))
+
+        return jax.lax.fori_loop(0, len(pages), page, block)
+
+    moved = _one_function(move)(_flat(block), [_flat(_arrays(cache, kv, kind)) for kind in cache.kinds], pages)
+    return tuple(part.reshape(whole.shape) for part, whole in zip(moved, block, strict=True))
+
+
+def restore_in_turn(cache: CacheSpec, kv: KV, block: Block, pages: jax.Array) -> KV:
+    """``restore_pages``. All kinds must be plain."""
+
+    def move(kv: list[list[jax.Array]], block: Block, pages: jax.Array) -> list[list[jax.Array]]:
+        def page(number: jax.Array, kv: list[list[jax.Array]]) -> list[list[jax.Array]]:
+            def write(array: jax.Array, records: jax.Array, i: int) -> jax.Array:
+                row = jax.lax.dynamic_slice(records, (number, i * array.shape[1]), (1, array.shape[1]))
+                return jax.lax.dynamic_update_slice(array, row, (pages[number], 0))
+
+            return [
+                [write(array, records, i) for i, array in enumerate(arrays)]
+                for arrays, records in zip(kv, block, strict=True)
+            ]
+
+        return jax.lax.fori_loop(0, len(pages), page, kv)
+
+    moved = _one_function(move)([_flat(_arrays(cache, kv, kind)) for kind in cache.kinds], _flat(block), pages)
+    found = {kind: iter(arrays) for kind, arrays in zip(cache.kinds, moved, strict=True)}
+    return [
+        tuple(next(found[kind]).reshape(array.shape) for kind, array in zip(kinds, plane, strict=True))
+        for kinds, plane in zip(cache.planes, kv, strict=True)
+    ]
+
+
+def _flat(arrays: Any) -> Any:
+    """Each page or record as one row. Inside the one function XLA would count in all axes, one by one."""
+    return jax.tree.map(lambda array: array.reshape(len(array), -1), arrays)
+
+
+def _one_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have XLA's CPU compiler make one function of ``function``, as it does of small loops by itself, instead of a
+    chain of calls that its threads share. It would copy nothing faster, and the threads have to be woken. Where the
+    compiler does not know the attributes it is slower, and right."""
+    jitted = jax.jit(function)
+
+    def call(*args: Any) -> Any:
+        with set_xla_metadata(xla_cpu_small_call="true", inlineable="false"):
+            return jitted(*args)
+
+    return call
 
 
 def _arrays(cache: CacheSpec, kv: KV, wanted: Pages) -> list[jax.Array]:
