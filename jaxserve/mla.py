@@ -84,15 +84,12 @@ def attend(
 
 def absorb(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
     """Queries that meet latents, ``[T, H, R + r]``."""
-    k_up = _plain(params["k_up"])  # [H, n, R]
-    q = jnp.einsum("thn,hnr->thr", q_nope.astype(k_up.dtype), k_up, preferred_element_type=jnp.float32)
-    return jnp.concatenate([q, q_rope], axis=-1)
+    return jnp.concatenate([_each_head("thn,hnr->thr", q_nope, params["k_up"]), q_rope], axis=-1)
 
 
 def lift(params: Params, mixed: jax.Array) -> jax.Array:
     """Values of heads ``[T, H, D]`` from mixed latents ``[T, H, R]``."""
-    v_up = _plain(params["v_up"])  # [H, D, R]
-    return jnp.einsum("thr,hdr->thd", mixed.astype(v_up.dtype), v_up, preferred_element_type=jnp.float32)
+    return _each_head("thr,hdr->thd", mixed, params["v_up"])
 
 
 def output(params: Params, mixed: jax.Array) -> jax.Array:
@@ -106,5 +103,11 @@ def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return out + params[f"{name}_bias"] if f"{name}_bias" in params else out
 
 
-def _plain(weight: Any) -> jax.Array:
-    return weight.dequantize() if isinstance(weight, QuantArray) else weight
+def _each_head(axes: str, x: jax.Array, weight: Any) -> jax.Array:
+    """A product for each head, in float32. A single 16-bit row is doubled, as in ``linear`` (6 to 10 times quicker)."""
+    matrices = weight.dequantize() if isinstance(weight, QuantArray) else weight
+    rows = len(x)
+    x = x.astype(matrices.dtype)
+    if rows == 1 and matrices.dtype.itemsize < 4:
+        x = jnp.concatenate([x, x])
+    return jnp.einsum(axes, x, matrices, preferred_element_type=jnp.float32)[:rows]
