@@ -12,7 +12,9 @@ from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.declare import declare_cache
 from jaxserve.layer_spec import Attention
 from jaxserve.models import FAMILIES, model_config
+from jaxserve.models.weights import param_specs
 from jaxserve.rope import parse_rope
+from jaxserve.sharding import Parallel
 
 
 def config(family: str = "gemma4_dense", **changed: Any) -> dict[str, Any]:
@@ -93,3 +95,28 @@ def test_only_some_channels_turn_and_the_exponent_counts_all() -> None:
 def test_what_it_cannot_do_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         model_config(config(**changed))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_table_for_all_layers_is_read_once_and_none_of_it_stays(devices: int) -> None:
+    """Each layer has its columns; rows that only padding has are 0."""
+    cfg = model_config(config(vocab_size_per_layer_input=250))
+    whole = np.random.default_rng(0).standard_normal((250, 6 * 8), np.float32)
+    reads = []
+
+    class Source:
+        def read(self, name: str, rows: slice) -> np.ndarray:
+            reads.append(range(250)[rows])
+            return whole[rows].copy()
+
+    specs = param_specs(cfg, FAMILIES["gemma4_text"], Parallel(devices), ())["layers"]
+    for _ in range(2):
+        reads.clear()
+        for number, layer in enumerate(specs):
+            table = layer["per_layer_embed"]
+            size = table.shape[0] // devices
+            bounds = [slice(i * size, (i + 1) * size) for i in range(devices)]
+            got = np.concatenate([table.fill(Source(), (part, slice(0, 8))) for part in bounds])
+            np.testing.assert_array_equal(got[:250], whole[:, 8 * number : 8 * number + 8])
+            assert (got[250:] == 0).all()
+        assert sum(map(len, reads)) == 250

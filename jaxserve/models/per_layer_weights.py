@@ -1,5 +1,6 @@
 """The weights of embeddings that a layer has for itself (Gemma 4). On disk those of all layers are one tensor each."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,37 @@ from jaxserve.params import Index, ParamSpec, Source, vector
 from jaxserve.sharding import Parallel, pad_to_multiple
 
 ROWS = 1 << 14
-"""Rows of the table that are read at once: a layer takes a strip of each."""
+"""Rows of the table that are read at once."""
 
 
-def per_layer_specs(cfg: ModelConfig, spec: LayerSpec, number: int, parallel: Parallel) -> dict[str, Any]:
+class Strips:
+    """The table of all layers' embeddings, ``[V, L * width]``. Its rows are read once for all layers; what a layer has
+    not fetched yet stays in memory."""
+
+    name = "model.embed_tokens_per_layer.weight"
+
+    def __init__(self, layers: int):
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._left: dict[tuple[int, int, int], list[np.ndarray]] = {}
+
+    def take(self, source: Source, number: int, first: int, last: int) -> np.ndarray:
+        """The rows' strip for layer ``number``."""
+        with self._lock:
+            if (number, first, last) not in self._left:
+                for layer in range(self._layers):
+                    self._left[layer, first, last] = []
+                for at in range(first, last, ROWS) or [first]:
+                    rows = source.read(self.name, slice(at, min(at + ROWS, last)))
+                    for layer, strip in enumerate(np.split(rows, self._layers, axis=1)):
+                        self._left[layer, first, last].append(strip.copy())
+            parts = self._left.pop((number, first, last))
+        return np.concatenate(parts)
+
+
+def per_layer_specs(
+    cfg: ModelConfig, spec: LayerSpec, number: int, parallel: Parallel, strips: Strips
+) -> dict[str, Any]:
     """Declare what the layer ``number`` has beyond attention and feed-forward part."""
     prefix, hidden = f"model.layers.{number}.", cfg.hidden_size
     specs: dict[str, Any] = {}
@@ -24,7 +52,7 @@ def per_layer_specs(cfg: ModelConfig, spec: LayerSpec, number: int, parallel: Pa
         return specs
     width = spec.per_layer.width
     return specs | {
-        "per_layer_embed": _table(cfg, spec.per_layer.vocab, number, width, parallel),
+        "per_layer_embed": _table(cfg, spec.per_layer.vocab, number, width, parallel, strips),
         "per_layer_project": _strip(cfg, number, width),
         "per_layer_norm": vector("model.per_layer_projection_norm.weight", width),
         "per_layer_gate": whole(prefix + "per_layer_input_gate.weight", (width, hidden)),
@@ -33,18 +61,16 @@ def per_layer_specs(cfg: ModelConfig, spec: LayerSpec, number: int, parallel: Pa
     }
 
 
-def _table(cfg: ModelConfig, vocab: int, number: int, width: int, parallel: Parallel) -> ParamSpec:
-    """``[V, width]``, sharded by rows: a strip of a table for all layers, which is read once for each of them."""
-    name, padded = "model.embed_tokens_per_layer.weight", pad_to_multiple(vocab, parallel.devices)
+def _table(cfg: ModelConfig, vocab: int, number: int, width: int, parallel: Parallel, strips: Strips) -> ParamSpec:
+    """``[V, width]``, sharded by rows: the layer's strip."""
+    padded = pad_to_multiple(vocab, parallel.devices)
 
     def fill(source: Source, index: Index) -> np.ndarray:
-        first, last = index[0].start, min(index[0].stop, vocab)
-        strip = slice(number * width, (number + 1) * width)
-        parts = [source.read(name, slice(at, min(at + ROWS, last)))[:, strip] for at in range(first, last, ROWS)]
-        part = np.concatenate(parts) if parts else source.read(name, slice(0, 0))[:, strip]
+        first, last = (min(bound, vocab) for bound in (index[0].start, index[0].stop))
+        part = strips.take(source, number, first, last)
         return np.pad(part, ((0, index[0].stop - index[0].start - len(part)), (0, 0)))
 
-    return ParamSpec((padded, width), ("vocab", None), {name: (vocab, cfg.num_layers * width)}, fill)
+    return ParamSpec((padded, width), ("vocab", None), {strips.name: (vocab, cfg.num_layers * width)}, fill)
 
 
 def _strip(cfg: ModelConfig, number: int, width: int) -> ParamSpec:

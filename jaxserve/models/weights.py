@@ -11,7 +11,7 @@ from jaxserve.models.expert_weights import Place
 from jaxserve.models.family import Family
 from jaxserve.models.index_weights import index_specs
 from jaxserve.models.latent_weights import latent_specs, whole
-from jaxserve.models.per_layer_weights import per_layer_specs
+from jaxserve.models.per_layer_weights import Strips, per_layer_specs
 from jaxserve.params import Index, ParamSpec, Source, Specs, columns, rows, vector
 from jaxserve.sharding import HeadLayout, Parallel, pad_to_multiple
 
@@ -30,6 +30,7 @@ def param_specs(
     vocab = pad_to_multiple(cfg.vocab_size, parallel.devices)
     table = (cfg.vocab_size, cfg.hidden_size)
     plus = family.norm_plus
+    strips = Strips(cfg.num_layers)
 
     def layer(number: int, spec: LayerSpec) -> dict[str, Any]:
         prefix = f"model.layers.{number}."
@@ -39,7 +40,7 @@ def param_specs(
             specs |= index_specs(cfg.hidden_size, spec.mixer, place + "indexer.")
         else:
             specs |= _attention(cfg, spec.mixer, parallel, place, plus)
-        specs |= per_layer_specs(cfg, spec, number, parallel)
+        specs |= per_layer_specs(cfg, spec, number, parallel, strips)
         if isinstance(spec.ffn, Moe):
             return specs | family.experts(Place(spec.ffn, cfg.hidden_size, parallel, prefix, tensors))
         return specs | _dense(cfg, spec.ffn, parallel, prefix + "mlp.")
