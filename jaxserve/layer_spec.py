@@ -157,6 +157,8 @@ class Moe:
     """The experts' matrices are MXFP4."""
     shared: Dense | None = None
     """A network that every token passes through; several shared experts are one wide network."""
+    gated: bool = False
+    """What the shared network brings is weighted by the sigmoid of a product with each row (Qwen2)."""
     beside: Dense | None = None
     """A network that every token passes through beside the mixture (Gemma 4): both have norms of their own before and
     after, and the router one without weight."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve import experts
 from jaxserve.layer_spec import Moe, Router
-from jaxserve.layers import gated, mlp
+from jaxserve.layers import gated, linear, mlp
 from jaxserve.sharding import DEVICES, partition
 
 AXES: dict[str, tuple[str | None, ...]] = {
@@ -30,6 +30,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "shared_gate": ("ff", None),
     "shared_up": ("ff", None),
     "shared_down": (None, "ff"),
+    "shared_weight": (None, None),
 }
 """Logical axes of every parameter of the block."""
 
@@ -65,7 +66,10 @@ def _block(spec: Moe, params: dict[str, Any], x: jax.Array, asked: jax.Array, re
     if spec.shared is not None:
         names = ("gate", "up", "down")
         shared = {name: params[f"shared_{name}"] for name in names}
-        out = out + jnp.where(real[:, None], mlp(spec.shared, shared, x), 0.0)
+        brought = mlp(spec.shared, shared, x)
+        if spec.gated:
+            brought = brought * jax.nn.sigmoid(linear(x, params["shared_weight"]))
+        out = out + jnp.where(real[:, None], brought, 0.0)
     return lax.psum(out, DEVICES)
 
 

@@ -16,6 +16,7 @@ FAMILIES = (
     "qwen3",
     "ministral3",
     "qwen3_fp8_block",
+    "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
     "mixtral",

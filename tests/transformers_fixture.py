@@ -91,6 +91,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "pad_token_id": 0,
     },
+    # A shared expert behind a gate, biases on q, k and v, a dense layer among sparse ones.
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
     # Experts beside a dense network, values that are keys, full layers with other heads, none of them borrowed.
     "gemma4_moe": {
         "model_type": "gemma4_text",

@@ -140,8 +140,11 @@ def shared_specs(at: Place, prefix: str, names: tuple[str, str, str] = ("gate_pr
     width = at.spec.shared.width
     padded = pad_to_multiple(width, at.parallel.devices)
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
-    return {
+    specs = {
         "shared_gate": rows(gate, (width, at.hidden), padded, "ff"),
         "shared_up": rows(up, (width, at.hidden), padded, "ff"),
         "shared_down": columns(down, (at.hidden, width), padded, "ff"),
     }
+    if at.spec.gated:
+        specs["shared_weight"] = _whole(prefix.removesuffix(".") + "_gate.weight", (1, at.hidden))
+    return specs
