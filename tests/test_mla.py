@@ -108,7 +108,7 @@ def test_programs_copy_no_cache_and_gather_nothing(devices: int, kind: str, prog
         assert memory.alias_size_in_bytes >= kept
         assert memory.temp_size_in_bytes < kept / len(segment.specs) / 4
         used = set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text()))
-        assert used <= {"all-reduce"}
+        assert used == {"all-reduce"} or (devices == 1 and not used)
 
 
 def test_queries_without_a_latent() -> None:
