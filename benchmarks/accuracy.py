@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--ids", type=int, default=64, help="random tokens a prompt has, of a model with no tokenizer")
     parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, default=8)
 
 
 @dataclass
@@ -100,7 +101,7 @@ def _texts(found: Found) -> list[list[int]]:
 
 def _measure(args: argparse.Namespace, kv: str, texts: list[list[int]] | None) -> Found:
     """Answer the prompts, and compute the logits of ``texts``, or of the prompts with their answers."""
-    limits: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": args.max_model_len}
+    limits = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": 128, "max_model_len": args.max_model_len}
     with jaxserve.LLM(args.model, dtype=args.dtype, kv_cache_dtype=kv, prefix_caching=False, **limits) as llm:
         outputs = llm.generate(_prompts(args, llm), max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
         answers = [output.outputs[0].token_ids for output in outputs]
@@ -110,7 +111,8 @@ def _measure(args: argparse.Namespace, kv: str, texts: list[list[int]] | None) -
         for text in texts or _texts(found):
             with _logits(llm) as rows:
                 llm.generate([text], max_tokens=1, temperature=0.0, prompt_logprobs=0)
-            found.logits.append(np.concatenate(rows)[: len(text)])
+            blocks = [block for block in rows if len(block) > 1]  # not the row that is sampled from
+            found.logits.append(np.concatenate(blocks)[: len(text)])
     return found
 
 
