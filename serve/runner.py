@@ -113,7 +113,7 @@ async def _live(state: State, load: Load, signals: asyncio.Queue[int], bound: Bo
     llm = await loaded
     gc.freeze()  # a full collection would look at all that was loaded, and hold everybody up for 150 ms
     state.attach(llm)
-    llm.print_report()
+    await _in_thread(llm.print_report)  # requests come in already
     log.info("serving %s on %s", state.model_name, bound.url)
     log.info("tool parser %(tool_parser)s, reasoning parser %(reasoning_parser)s", state.formats.report())
     with Watchdog(llm, state.options.watchdog_timeout):

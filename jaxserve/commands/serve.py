@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from jaxserve.collector import paused
 from jaxserve.commands.common import UsageError, add_model, check_engine, load
 from jaxserve.config import EngineConfig
 from jaxserve.options import add_options, given
@@ -22,18 +23,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     check_engine(parsed)
-    import serve
+    with paused():
+        from serve import bind
+        from serve import run as serve
 
     try:
-        chosen = given(parsed, serve.ServerOptions)
+        chosen = given(parsed, ServerOptions)
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()
         }
-        options = serve.ServerOptions(**fields)
-        bound = serve.bind(options)  # before the model is loaded: a port in use is known at once
+        options = ServerOptions(**fields)
+        bound = bind(options)  # before the model is loaded: a port in use is known at once
     except ValueError as error:
         raise UsageError(error) from None
-    ended = serve.run(lambda on_phase: load(parsed, on_phase=on_phase), options, bound=bound)
+    ended = serve(lambda on_phase: load(parsed, on_phase=on_phase), options, bound=bound)
     if not ended.clean:  # threads are left that may never come back
         logging.shutdown()
         sys.stdout.flush()
