@@ -150,20 +150,19 @@ class Scheduler:
             if seq.prefilling:
                 count = min(seq.prefill_end - seq.computed, left * self.block)
                 left -= -(-count // self.block)
-                self._grow(seq, seq.computed, seq.computed + count)
+                if seq.computed + count > seq.room:
+                    self._grow(seq, seq.computed, seq.computed + count)
                 continue
             planned = len(seq) + seq.pending
             if planned >= seq.limit or (seq.pending and seq.host_driven) or seq.awaits_mask:
                 continue  # it ends when collected, or waits for its own last token, or for what may follow that
-            if self._grow(seq, seq.computed, planned):
+            if planned <= seq.room or self._grow(seq, seq.computed, planned):
                 chosen.append(seq)
         return chosen
 
     def _grow(self, seq: Sequence, start: int, end: int) -> bool:
         """Give ``seq`` pages for the tokens ``[start, end)``, preempting later ones if need be; those that none of
         them looks at go back. False: it must wait a step."""
-        if end <= seq.room:
-            return True
         self._shift(seq, start)
         pages = self.pool.pages_for(end)
         needs = [max(0, pages - len(table)) for table in seq.pages]

@@ -27,9 +27,9 @@ VOCAB, SLOTS, PAGE, BLOCK, LONGEST, EOS = 77, 5, 4, 8, 60, 3
 WIDTH = LONGEST // PAGE
 
 
-def packer() -> Packer:
+def packer(groups: int = 1) -> Packer:
     made = Buckets.make(SLOTS, 3 * BLOCK, BLOCK)
-    return Packer(made, width=WIDTH, max_num_seqs=SLOTS, vocab_size=VOCAB, stop_ids=(EOS,))
+    return Packer(made, width=WIDTH, max_num_seqs=SLOTS, vocab_size=VOCAB, groups=groups, stop_ids=(EOS,))
 
 
 def column(batch: StepBatch, name: str) -> np.ndarray:
@@ -77,12 +77,14 @@ def random_mask(rng: random.Random) -> Mask:
     return Mask(pack_bits(np.isin(np.arange(VOCAB), few)))
 
 
-def steps(seed: int, depth: int, pages: int = 40) -> Iterator[tuple[StepPlan, StepBatch, list[Sequence]]]:
+def steps(
+    seed: int, depth: int, pages: int = 40, windows: tuple[int | None, ...] = (None,)
+) -> Iterator[tuple[StepPlan, StepBatch, list[Sequence]]]:
     """Random work through a real scheduler: (plan, batch, sequences admitted by it), before each step is collected."""
     rng = random.Random(seed)
-    pack = packer()
+    pack = packer(len(windows))
     scheduler = Scheduler(
-        PagePool(pages, PAGE), max_num_seqs=SLOTS, prompt_tokens=pack.buckets.max_prompt_tokens, block=BLOCK
+        PagePool(pages, PAGE, windows), max_num_seqs=SLOTS, prompt_tokens=pack.buckets.max_prompt_tokens, block=BLOCK
     )
     flight: list[StepPlan] = []
     for arrival in range(14):
@@ -150,6 +152,27 @@ def test_every_row_points_at_its_own_pages_and_tokens(seed: int, depth: int, pag
                 at = (row - decodes) * BLOCK
                 assert tokens[at : at + length].tolist() == seq.tokens(start, start + length)
     assert count > 10
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("windows", [(None, 6), (9,), (None, 2, 13)])
+def test_every_group_has_a_table_and_none_has_pages_behind_its_window(windows, depth: int) -> None:
+    behind = 0
+    for seed in range(4):
+        for plan, batch, _ in steps(seed, depth, 24 * len(windows), windows):
+            tables = split_ints(batch.ints, batch.bucket, len(windows), WIDTH)[0]
+            rows = list(enumerate(plan.decodes))
+            row = batch.bucket.decodes
+            for chunk in plan.chunks:
+                rows.append((row, chunk.seq))
+                row += -(-chunk.count // BLOCK)
+            for row, seq in rows:
+                for group, pages in enumerate(seq.pages):
+                    used = -(-seq.computed // PAGE)
+                    assert tables[group, row, :used].tolist() == pages[:used]
+                    assert tables[group, row, : seq.behind[group]].max(initial=0) == 0
+                    behind += seq.behind[group]
+    assert behind > 100
 
 
 @CASES
