@@ -30,6 +30,7 @@ from jaxserve import targets
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.sharding import sharding
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sparse_mla import sparse_mla
 
@@ -98,11 +99,29 @@ def sparse(tokens: int, heads: int, dtype: Any) -> Call:
     return call, shapes, ()
 
 
+def latents(rows: int, dtype: Any) -> Call:
+    """DeepSeek V3's heads and latents, contexts of 4,096."""
+
+    def call(q, pages, tables, starts, counts):
+        return mla_attention(q, pages, tables, starts, counts, kernels=HOPPER, rank=512, scale=192**-0.5)
+
+    shapes = (
+        array(rows, 1, 128, 576, dtype=jnp.float32),
+        array(8193, 32, 656 if dtype == jnp.uint8 else 576, dtype=dtype),
+        array(rows, 128, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+    )
+    return call, shapes, ()
+
+
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
     Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
     Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),
+    Kernel("mla_attention decode fp8_ds_mla", lambda: latents(64, jnp.uint8)),
+    Kernel("mla_attention decode bf16", lambda: latents(64, jnp.bfloat16)),
     Kernel("sparse_mla fp8_ds_mla 128 heads", lambda: sparse(64, 128, jnp.uint8)),
     Kernel("sparse_mla bf16 128 heads", lambda: sparse(64, 128, jnp.bfloat16)),
 )

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.kv_write import write_latent
 from pallas_kernels.mla_attention import mla_attention, mla_prefill
 
 R, r, H, N, D, G, Q = 24, 8, 3, 6, 5, 4, 8  # rank, rotated, heads, not rotated, value channels, page, block
 SCALE = 0.3
+KERNELS = (Kernels("mosaic"), REFERENCE)
 
 
 class Case(NamedTuple):
@@ -122,3 +124,23 @@ def test_both_forms_agree() -> None:
     out = jax.jit(partial(mla_prefill, expand=expand, rank=R, values=D, scale=SCALE))(q, *at[:1], *at[2:5])
     real = np.arange(Q) < at.counts[:, None]
     np.testing.assert_allclose(np.asarray(out)[real], np.einsum("bqhr,hdr->bqhd", mixed, at.v_up)[real], atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "heads", "queries"), [("uint8", 128, 1), ("bfloat16", 3, 4)])
+def test_the_kernel_for_hopper_equals_the_reference(dtype: str, heads: int, queries: int) -> None:
+    """In the interpreter: padding rows, contexts of one token, at a page's border and longer than a step of it."""
+    rank, rope, size = 128, 64, 16
+    rng = np.random.default_rng(2)
+    tables = rng.permutation(np.arange(1, 19)).reshape(3, 6)
+    starts, counts = np.array([80, 0, 15], np.int32), np.array([queries, 1, 0], np.int32)
+    latents = rng.standard_normal((19 * size, rank + rope), np.float32)
+    width = records.latent_bytes(rank, rope) if dtype == "uint8" else rank + rope
+    pages = write_latent(
+        jnp.zeros((19, size, width), dtype), latents[:, :rank], latents[:, rank:], np.arange(19 * size)
+    )
+    q = rng.standard_normal((3, queries, heads, rank + rope), np.float32)
+    args = [jnp.asarray(x) for x in (q, pages, tables.astype(np.int32), starts, counts)]
+    got, want = (np.asarray(mla_attention(*args, rank=rank, scale=0.1, kernels=kernels)) for kernels in KERNELS)
+    assert np.isfinite(got).all()
+    for row, count in enumerate(counts):
+        np.testing.assert_allclose(got[row, :count], want[row, :count], atol=2e-2)

@@ -7,12 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.mla_attention.case import Case
 
 MASKED = -1e30
 """A score no query sees; finite, so that a row that sees nothing stays finite too."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Of an online softmax: the largest score so far, the sum of weights, and the weighted sum of values."""
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
 
 
 def mla_attention(
@@ -22,6 +29,7 @@ def mla_attention(
     starts: jax.Array,
     counts: jax.Array,
     *,
+    kernels: Kernels = REFERENCE,
     rank: int,
     scale: float,
     chunk: int = 64,

@@ -1,8 +1,8 @@
 """Sparse latent attention on Hopper: rows are gathered by TMA, one by one, and dequantized on their way to wgmma.
 
-A program computes up to 64 heads of one token over its chosen rows, 64 at a time. One warpgroup fetches rows to a
-staging area; two others turn them into 16-bit tiles, each half of the channels, both score them (the same scores), and
-each mixes its half of the output under an online softmax.
+A program computes up to 64 heads of one token over some of its chosen rows, 64 at a time. One warpgroup fetches rows to
+a staging area; two others turn them into 16-bit tiles, each half of the channels, both score them (the same scores),
+and each mixes its half of the output under an online softmax. What the programs of a token bring is merged in XLA.
 
 A row is read as 32-bit words, which shared memory can hold and registers take apart: channel ``4c + j`` of a record is
 byte j of word c, channel ``2c + j`` of a bfloat16 row is half j of it. Part j of a tile has every such channel; queries
@@ -31,6 +31,10 @@ SCALES = 32
 """Words that are fetched for a row's scales."""
 CHUNK = 32
 """Words that are turned at once: 128 channels of a record, which share a scale."""
+
+
+PROGRAMS = 132
+"""To split a token's rows for: the H200's multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ def sparse_mla(
     some = jnp.maximum(jnp.where(real, rows, 0).max(1, keepdims=True), 0)
     rows = jnp.where(real, rows, ~some)  # a row that may be read, told from those that count by its sign
     steps = (jnp.minimum(counts, rows.shape[1]) + ROWS - 1) // ROWS
+    programs = kernels.tuned("sparse_mla").get("programs", PROGRAMS)
+    splits = max(1, min(programs // (tokens * head_tiles), rows.shape[1] // ROWS))
     first_scores = scale * math.log2(math.e)
     layout = plgpu.Layout.WGMMA
     piece = min(row.width, 64)
@@ -124,7 +130,10 @@ def sparse_mla(
         q_smem, qr_smem, raw_smem, scales_smem, raw_rope_smem, k_smem, kr_smem, p_smem, *barriers = scratch
         q_ready, arrived, taken, turned, weighed, done = barriers
         token, tile, warpgroup = lax.axis_index("token"), lax.axis_index("tile"), lax.axis_index("warpgroup")
-        todo = steps_ref[token]
+        split = lax.axis_index("split")
+        part_steps = lax.div(steps_ref[token] + splits - 1, splits)
+        first = split * part_steps
+        todo = jnp.clip(steps_ref[token] - first, 0, part_steps)
 
         @pl.when(warpgroup == 2)
         def fetch():
@@ -136,7 +145,7 @@ def sparse_mla(
                     plgpu.barrier_wait(taken)
 
                 def one(j, _):
-                    where = rows_ref[token, i * ROWS + j]
+                    where = rows_ref[token, (first + i) * ROWS + j]
                     where = jnp.where(where < 0, ~where, where)
                     for part in range(row.tiles):
                         source = words_ref.at[where, pl.ds(part * row.width, row.width)]
@@ -211,7 +220,7 @@ def sparse_mla(
                     return acc[...]
 
                 scores = pl.run_scoped(scored, plgpu.ACC((ROWS, ROWS), jnp.float32)) * first_scores
-                here = rows_ref.at[token, pl.ds(i * ROWS, ROWS)]
+                here = rows_ref.at[token, pl.ds((first + i) * ROWS, ROWS)]
                 chosen = plgpu.load(here, layout=layout.reduce(0), optimized=False)
                 seen = lax.broadcast_in_dim(chosen, (ROWS, ROWS), [1]) >= 0
                 scores = jnp.where(seen, scores, MASKED)
@@ -244,22 +253,23 @@ def sparse_mla(
                 plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), layout.reduce(1)),
                 plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),
             )
-            outs, _, total = lax.fori_loop(0, todo, step, begin)
+            outs, peak, total = lax.fori_loop(0, todo, step, begin)
             for out, (part, here) in zip(outs, pieces(mine), strict=True):
-                out_ref[token, tile, part, :, here] = out
+                out_ref[token, tile, split, part, :, here] = out
             if mine == 0:
-                stats_ref[token, tile] = total
+                stats_ref[token, tile, split, 0] = peak
+                stats_ref[token, tile, split, 1] = total
 
         for mine in (0, 1):
             pl.when(warpgroup == mine)(functools.partial(compute, mine))
 
     half_rope = row.rope // 2
     fetched = ROWS * (row.tiles + row.fp8 + 1)
-    out, total = plgpu.kernel(
+    out, stats = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((tokens, head_tiles, PARTS, ROWS, row.width), jnp.float32),
-            jax.ShapeDtypeStruct((tokens, head_tiles, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, head_tiles, splits, PARTS, ROWS, row.width), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, head_tiles, splits, 2, ROWS), jnp.float32),
         ],
         scratch_types=[
             tiled(PARTS, ROWS, row.width, dtype=jnp.bfloat16, widest=2 * CHUNK),
@@ -277,8 +287,8 @@ def sparse_mla(
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(tokens, head_tiles),
-        grid_names=("token", "tile"),
+        grid=(tokens, head_tiles, splits),
+        grid_names=("token", "tile", "split"),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -286,6 +296,9 @@ def sparse_mla(
         ),
         interpret=kernels.interpret,
     )(q_latent, q_rope, words, rows, steps)
-    out = out / jnp.maximum(total, 1e-30)[:, :, None, :, None]
+    peak, total = stats[:, :, :, 0], stats[:, :, :, 1]
+    share = jnp.exp2(peak - peak.max(2, keepdims=True))
+    total = (total * share).sum(2)[:, :, None, :, None]
+    out = (out * share[:, :, :, None, :, None]).sum(2) / jnp.maximum(total, 1e-30)
     out = out.swapaxes(2, 3).reshape(tokens, head_tiles * ROWS, rank)[:, :heads]
     return out[..., np.argsort(row.order())]
