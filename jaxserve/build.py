@@ -238,7 +238,7 @@ def size(
     budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
     windows, step = Windows(cache.windows, config.page_size), buckets.max_prompt_tokens
     need = sum(windows.most(0, longest, step))
-    most = min(budget // page_bytes, max_num_seqs * need + 1)
+    most = min(budget // page_bytes, max_num_seqs * -(-longest // config.page_size) * len(windows) + 1)
 
     def fits(pages: int) -> int:
         return windows.longest(pages - 1, step, longest)

@@ -89,6 +89,14 @@ def test_the_report_counts_all_groups(llm):
     assert table["tokens_that_fit"] // longest == table["pages"] // a_text
 
 
+def test_a_prompt_of_many_windows_is_the_same_in_chunks_as_whole(family, programs_dir, plain):
+    if family != FAMILIES[0]:
+        pytest.skip("one family will do")
+    expected, _ = texts(plain, LONG)
+    with tiny(programs_dir, family, max_num_seqs=1, max_num_batched_tokens=256, prefix_caching=False) as whole:
+        assert texts(whole, LONG)[0] == expected
+
+
 @pytest.mark.parametrize(("host", "devices"), [(0, 1), (0.001, 1), (0.001, 2)])
 def test_too_little_memory_changes_no_token(family, programs_dir, plain, host, devices):
     """Windows pass over prompts and answers; who is preempted is computed again, or brought back from the host."""
@@ -118,6 +126,18 @@ def test_too_little_memory_changes_no_token(family, programs_dir, plain, host, d
         assert max(most[1:]) <= -(-(WINDOW + BUDGET) // PAGE) + 1
         assert scheduler.pool.usable < len(most) * small._built.limits.max_model_len // PAGE
         idle(small)
+
+
+def test_a_restart_brings_all_groups_back_from_the_disk(family, programs_dir, plain, tmp_path):
+    expected, _ = texts(plain, ASKS)
+    room = {"host_kv_gib": 0.001, "disk_kv_path": str(tmp_path / "kv"), "disk_kv_gib": 0.01}
+    with tiny(programs_dir, family, **room) as first:
+        assert texts(first, ASKS)[0] == expected
+    with tiny(programs_dir, family, **room) as second:
+        found, cached = texts(second, ASKS)
+        assert found == expected
+        assert all(tokens >= (len(ask) - 1) // PAGE * PAGE for tokens, ask in zip(cached, ASKS, strict=True))
+        assert not second._built.engine.scheduler.cache.stores.reading
 
 
 def test_a_request_that_could_never_fit_is_refused(family, programs_dir):
