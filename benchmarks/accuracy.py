@@ -111,8 +111,8 @@ def _measure(args: argparse.Namespace, kv: str, texts: list[list[int]] | None) -
         for text in texts or _texts(found):
             with _logits(llm) as rows:
                 llm.generate([text], max_tokens=1, temperature=0.0, prompt_logprobs=0)
-            blocks = [block for block in rows if len(block) > 1]  # not the row that is sampled from
-            found.logits.append(np.concatenate(blocks)[: len(text)])
+            blocks = [block for block in rows if len(block) > 1]  # the last place is sampled from, a row by itself
+            found.logits.append(np.concatenate(blocks)[: len(text) - 1])
     return found
 
 
