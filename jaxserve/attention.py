@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
-from jaxserve.context import Context
+from jaxserve.context import Context, Setting
 from jaxserve.layer_spec import Attention
 from jaxserve.layers import linear, query_scale, rms_norm, rotate
 from jaxserve.params import Params
@@ -14,9 +13,8 @@ from pallas_kernels.paged_attention import paged_attention
 
 
 def attend(
-    cfg: ModelConfig,
+    at: Setting,
     spec: Attention,
-    bucket: StepBucket,
     group: int,
     params: Params,
     pages: jax.Array,
@@ -25,7 +23,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """What attention brings to ``x [T, E]``, and the layer's ``pages`` (see ``HeadPages``) with the step's keys and
     values in them, where it has its own. ``group`` is the layer's group of the cache."""
-    tokens = x.shape[0]
+    cfg, bucket, tokens = at.cfg, at.bucket, x.shape[0]
     fused = linear(x, params["qkv"])  # [T, K, g + spec.own, D]
     if spec.qkv_bias:
         fused = fused + params["qkv_bias"]
@@ -42,20 +40,27 @@ def attend(
         pages = write_heads(pages, _widen(k, wide), _widen(v, wide), ctx.slots[group])
     q = _widen(q, wide)
 
-    def part(q: jax.Array, first: int, last: int) -> jax.Array:
-        starts, counts = ctx.spans[:, first:last]
-        rows = q.reshape(last - first, -1, *q.shape[1:])
-        out = paged_attention(
-            rows,
+    sinks = [params["sinks"]] if spec.sinks else []
+
+    def local(q: jax.Array, pages: jax.Array, *rest: jax.Array) -> jax.Array:
+        return paged_attention(
+            q,
             pages,
-            ctx.tables[group, first:last],
-            starts,
-            counts,
+            *rest[:3],
+            kernels=at.kernels,
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            sinks=params["sinks"] if spec.sinks else None,
+            sinks=rest[3] if spec.sinks else None,
         )
+
+    heads = (None, None, "kv_heads")
+    over_heads = at.over(local, [heads, heads, (), (), (), *[("kv_heads",) for _ in sinks]], heads)
+
+    def part(q: jax.Array, first: int, last: int) -> jax.Array:
+        starts, counts = ctx.spans[:, first:last]
+        rows = q.reshape(last - first, -1, *q.shape[1:])
+        out = over_heads(rows, pages, ctx.tables[group, first:last], starts, counts, *sinks)
         return out.reshape(q.shape)[..., : spec.head_dim]
 
     parts = []

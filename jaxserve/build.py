@@ -14,6 +14,7 @@ import checkpoints
 from jaxserve import memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
+from jaxserve.chosen_kernels import chosen
 from jaxserve.collector import paused
 from jaxserve.config import ConfigError, EngineConfig, ModelConfig
 from jaxserve.declare import declare, declare_cache, parallel_of, resolve_dtype
@@ -37,6 +38,7 @@ from jaxserve.store_tier import StoreTier
 from jaxserve.tokenizer import Tokenizer, TokenizerError
 from jaxserve.watermark.slots import MarkSlots, MarkSpec
 from jaxserve.windows import Windows
+from pallas_kernels.dispatch import Kernels
 
 RANDOM = "THE WEIGHTS ARE RANDOM: NO CHECKPOINT WAS READ, AND WHAT IS GENERATED MEANS NOTHING"
 
@@ -107,6 +109,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> 
             undo.callback(link.close)
         store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
         programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
+        report.add("kernels", **chosen(programs))
         with store.building(programs.programs(), first=programs.first_needed()) as finish:
             tokenizer = tokenizer or side.submit(_tokenizer, source, report)
             hashes = None
@@ -226,6 +229,7 @@ def size(
             max_num_seqs=max_num_seqs,
             host_tier=host_bytes > 0,
             mark=mark_spec(config, max_model_len),
+            kernels=Kernels.of(device, config.kernels),
             layers_per_program=per_program,
         )
 
@@ -411,7 +415,6 @@ def _describe(
     report.add("run", dtype=dtype, quantization=str(quantization.rule(source.config) or "none"))
     report.add("run", weight_bytes=weight_bytes, mesh=dict(mesh.shape), overlap=config.overlap)
     report.add("run", devices=[f"{d.platform} {d.device_kind}" for d in mesh.devices.flat])
-    report.add("run", attention="reference (jnp): no GPU kernel is built yet")
     _describe_cache(report, config, model, programs, limits, stores)
     report.add(
         "limits",

@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve.layer_spec import Attention, Latent, LayerSpec, Mixer
 from jaxserve.rope import RopeConfig
 from jaxserve.watermark.config import WatermarkConfig, WatermarkConfigError
+from pallas_kernels.dispatch import MODES
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8", "fp8_ds_mla")
@@ -129,6 +130,11 @@ class EngineConfig:
     )
     prefix_caching: bool = _option(True, "Keep KV pages after a request, for prompts that begin like it.")
     overlap: bool = _option(True, "Prepare the next step on the host while the device runs this one.")
+    kernels: str = _option(
+        "auto",
+        "Implementations of attention: auto (the best for the device), reference (jnp), or mosaic (Hopper's; elsewhere "
+        "interpreted, which is for tests).",
+    )
     layers_per_program: int | None = _option(
         None, "Layers compiled into one program (0: all); all on a GPU, 1 on a CPU (6 in decode steps) by default."
     )
@@ -204,6 +210,7 @@ class EngineConfig:
         if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
             raise ConfigError(f"cache_gib must be a number of at least 0, got {room!r}")
         for name, known in (
+            ("kernels", MODES),
             ("load_format", ("auto", "sidecar", "ipc_cache", "random")),
             ("sidecar", ("off", "auto")),
             ("sidecar_fallback", ("error", "disk")),

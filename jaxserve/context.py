@@ -4,14 +4,44 @@ A step holds R decode rows (one token each) followed by B blocks of Q prompt tok
 T = R + B * Q tokens, N = R + B rows with page tables.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
 from jaxserve.layers import rope_table
+from jaxserve.sharding import partition
+from pallas_kernels.dispatch import REFERENCE, Kernels
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the layers of a step are made for: nothing of it is an array."""
+
+    cfg: ModelConfig
+    bucket: StepBucket
+    mesh: Mesh
+    kernels: Kernels = REFERENCE
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it is for a CPU, whose XLA lacks some products of 16-bit numbers."""
+        return bool(self.mesh.devices.flat[0].platform == "cpu")
+
+    def over(self, function: Callable[..., jax.Array], axes: Sequence[Axes], out: Axes) -> Callable[..., jax.Array]:
+        """``function`` on every device's own part of its arguments, whose dimensions have the logical ``axes``: XLA
+        does not divide a kernel."""
+        if self.mesh.size == 1:
+            return function
+        specs = tuple(partition(each) for each in axes)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=partition(out), check_vma=False)
 
 
 class Context(NamedTuple):

@@ -6,9 +6,8 @@ from jax.sharding import Mesh
 
 from jaxserve import mla, sparse
 from jaxserve.attention import attend
-from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
-from jaxserve.context import Context, Hidden
+from jaxserve.context import Context, Hidden, Setting
 from jaxserve.layer_spec import Dense, Latent, LayerSpec, Moe, PerLayer
 from jaxserve.layers import gated, linear, mlp, rms_norm
 from jaxserve.moe import moe
@@ -22,10 +21,8 @@ def embed(cfg: ModelConfig, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def layer(
-    cfg: ModelConfig,
+    at: Setting,
     spec: LayerSpec,
-    bucket: StepBucket,
-    mesh: Mesh,
     group: int,
     params: Params,
     pages: tuple[jax.Array, ...],
@@ -34,16 +31,16 @@ def layer(
 ) -> tuple[tuple[jax.Array, ...], Hidden]:
     """One block; writes what it keeps of the step's tokens into the ``pages`` of its plane and attends over them.
     ``group`` is its group of the cache."""
-    x = hidden.x
+    cfg, mesh, x = at.cfg, at.mesh, hidden.x
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
     if isinstance(spec.mixer, Latent) and spec.mixer.sparse:
         chosen = hidden.selected
-        out, pages, chosen = sparse.attend(cfg, spec.mixer, bucket, group, params, pages, normed, ctx, chosen)
+        out, pages, chosen = sparse.attend(at, spec.mixer, group, params, pages, normed, ctx, chosen)
         hidden = hidden if cfg.handed_on is None else hidden._replace(selected=chosen)
     elif isinstance(spec.mixer, Latent):
-        out, pages = mla.attend(cfg, spec.mixer, bucket, group, params, pages, normed, ctx)
+        out, pages = mla.attend(at, spec.mixer, group, params, pages, normed, ctx)
     else:
-        out, kept = attend(cfg, spec.mixer, bucket, group, params, pages[0], normed, ctx)
+        out, kept = attend(at, spec.mixer, group, params, pages[0], normed, ctx)
         pages = (kept,)
     x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)

@@ -46,6 +46,8 @@ class Program:
     about: str = ""
     model: str = ""
     """What it belongs to, for people."""
+    interpreted: bool = False
+    """A kernel in it is interpreted: it calls back into this process, and cannot be stored."""
 
 
 @dataclass
@@ -271,9 +273,12 @@ class ExecutableStore:
     def _make(self, job: _Job, draft: entries.Draft | entries.Refused | None) -> Compiled:
         kind, why = self._reason(job)
         compiled = self._compile(job.program)
-        facts = {**job.facts, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        data = entries.encode(facts, pickle.dumps(serialize_executable.serialize(compiled)))
-        trouble = self._write(draft, data)
+        data: bytes = b""
+        trouble: str | None = "its kernels are interpreted"
+        if not job.program.interpreted:
+            facts = {**job.facts, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            data = entries.encode(facts, pickle.dumps(serialize_executable.serialize(compiled)))
+            trouble = self._write(draft, data)
         with self._lock:
             if trouble is None:
                 self.used.add(job.path)

@@ -8,21 +8,16 @@ predictor are let pass. Pure functions; what uses them is still to come.
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxserve import decoder
-from jaxserve.buckets import StepBucket
-from jaxserve.config import ModelConfig
-from jaxserve.context import Context, hidden
+from jaxserve.context import Context, Setting, hidden
 from jaxserve.layers import linear, rms_norm
 from jaxserve.params import Params
 
 
 def predict(
-    cfg: ModelConfig,
+    at: Setting,
     number: int,
-    bucket: StepBucket,
-    mesh: Mesh,
     group: int,
     params: Params,
     pages: tuple[jax.Array, ...],
@@ -36,9 +31,9 @@ def predict(
     rows: ``[T, E]``, the model's hidden rows behind its last norm, or what the predictor before has returned.
     following: int32 ``[T]``, the token that comes next. params: the whole tree.
     """
-    mine = params["predictors"][number]
+    cfg, mine = at.cfg, params["predictors"][number]
     token = decoder.embed(cfg, params["embed"], following)
     parts = rms_norm(token, mine["embed_norm"], cfg.norm_eps), rms_norm(rows, mine["hidden_norm"], cfg.norm_eps)
     start = hidden(cfg, linear(jnp.concatenate(parts, axis=-1), mine["join"]))
-    pages, out = decoder.layer(cfg, cfg.predictors[number], bucket, mesh, group, mine, pages, start, ctx)
+    pages, out = decoder.layer(at, cfg.predictors[number], group, mine, pages, start, ctx)
     return pages, rms_norm(out.x, mine["norm"], cfg.norm_eps)

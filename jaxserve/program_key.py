@@ -207,7 +207,8 @@ def sources() -> list[Path]:
         found[name] = modules[name]
         for package, names in _IMPORT.findall(modules[name].read_text()):
             todo += [package, *(f"{package}.{word}" for word in re.findall(r"\w+", names))]
-    return sorted([*found.values(), *(root / "pallas_kernels").rglob("*.py")])
+    kernels = root / "pallas_kernels"
+    return sorted([*found.values(), *kernels.rglob("*.py"), *kernels.rglob("*.json")])
 
 
 def _modules(package: Path) -> dict[str, Path]:

@@ -6,6 +6,7 @@ nothing but in the smallest steps, where the calls show; on a GPU one program of
 runs the same functions.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec, LayerCache, Pages
 from jaxserve.config import ModelConfig
-from jaxserve.context import Context, Hidden, Selected, context, hidden
+from jaxserve.context import Context, Hidden, Selected, Setting, context, hidden
 from jaxserve.executables import Program
 from jaxserve.host_tier import SIZES
 from jaxserve.layer_spec import LayerSpec
@@ -30,6 +31,7 @@ from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sharding import sharding
 from jaxserve.watermark import marking
 from jaxserve.watermark.slots import ROW, MarkSpec
+from pallas_kernels.dispatch import Kernels
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class ProgramSet:
     """Whether pages go to host memory and come back."""
     mark: MarkSpec | None
     """How tokens are marked, where they are."""
+    kernels: Kernels
+    """Which implementations of the kernels."""
     layers_per_program: int | None
     """0 means all; None one where there are prompt tokens, DECODE_LAYERS elsewhere."""
 
@@ -287,20 +291,21 @@ class ProgramSet:
 
     def layers(self, bucket: StepBucket, segment: Segment) -> Program:
         specs, places = segment.specs, segment.places
+        at = Setting(self.cfg, bucket, self.mesh, self.kernels)
 
         def layers(weights: list, kv: transfers.KV, hidden: Hidden, ctx: Context) -> tuple[transfers.KV, Hidden]:
             kv = list(kv)
             for spec, place, weight in zip(specs, places, weights, strict=True):
-                kv[place.plane], hidden = decoder.layer(
-                    self.cfg, spec, bucket, self.mesh, place.group, weight, kv[place.plane], hidden, ctx
-                )
+                pages = kv[place.plane]
+                kv[place.plane], hidden = decoder.layer(at, spec, place.group, weight, pages, hidden, ctx)
             return kv, hidden
 
         weights = [self.params["layers"][i] for i in segment.indices]
         kv = [self.kv[plane] for plane in segment.planes]
         args = (weights, kv, self.between(bucket), self.context(bucket))
         name = f"layers {bucket} {segment.kind}"
-        return self._program(name, layers, args, (1,), (kv, args[2]), about=f"{specs} {places}")
+        made = self._program(name, layers, args, (1,), (kv, args[2]), about=f"{specs} {places}")
+        return dataclasses.replace(made, interpreted=self.kernels.interpreted)
 
     def pick(self, bucket: StepBucket, rows: int) -> Program:
         args = (self.hidden(bucket.tokens), self.array((rows,), jnp.int32))
@@ -376,4 +381,4 @@ class ProgramSet:
         """What the programs belong to, for people; and what they are specialized to beside their arguments."""
         known = hashlib.sha256(str(self.cfg).encode()).hexdigest()
         model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known[:8]}"
-        return model, f"{known} {self.page_size} {self.width} {MAX_LOGPROBS}"
+        return model, f"{known} {self.kernels} {self.page_size} {self.width} {MAX_LOGPROBS}"

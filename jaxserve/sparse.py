@@ -5,12 +5,13 @@ The indexer is computed on every device, so that all agree; heads of attention a
 positions in the sequence (``Selected``), so that layers after the one that chose can use it with pages of their own.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from jaxserve.buckets import StepBucket
-from jaxserve.config import ModelConfig
-from jaxserve.context import Context, Selected
+from jaxserve.context import Context, Selected, Setting
 from jaxserve.layer_spec import Latent
 from jaxserve.layers import layer_norm, linear, rotate
 from jaxserve.mla import absorb, inputs, lift, output
@@ -23,9 +24,8 @@ Pages = tuple[jax.Array, ...]
 
 
 def attend(
-    cfg: ModelConfig,
+    at: Setting,
     spec: Latent,
-    bucket: StepBucket,
     group: int,
     params: Params,
     pages: Pages,
@@ -36,24 +36,25 @@ def attend(
     """What attention to the chosen tokens brings to ``x [T, E]``, the ``pages`` of the layer's plane with the step's
     latents and index keys in them, and the choice: the layer's own where it has an indexer, otherwise ``chosen``.
     ``group`` is the layer's group of the cache."""
-    found = inputs(cfg, spec, params, x, ctx)
+    found = inputs(at.cfg, spec, params, x, ctx)
     latents, *others = pages
     latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
     if spec.indexer is not None:
         assert found.q_latent is not None
-        keys, chosen = _choose(cfg, spec, bucket, group, params, others[0], x, found.q_latent, ctx)
+        keys, chosen = _choose(at, spec, group, params, others[0], x, found.q_latent, ctx)
         others = [keys]
     assert chosen is not None
-    rows = cache_rows(bucket, ctx.tables[group], latents.shape[1], chosen)
-    q = absorb(params, found.q_nope, found.q_rope)
-    mixed = sparse_mla(q, latents, rows, chosen.counts, rank=spec.rank, scale=spec.scale)
-    return output(params, lift(params, mixed)), (latents, *others), chosen
+    rows = cache_rows(at.bucket, ctx.tables[group], latents.shape[1], chosen)
+    q = absorb(at, params, found.q_nope, found.q_rope)
+    local = partial(sparse_mla, rank=spec.rank, scale=spec.scale, kernels=at.kernels)
+    heads = (None, "heads")
+    mixed = at.over(local, [heads, (), (), ()], heads)(q, latents, rows, chosen.counts)
+    return output(params, lift(at, params, mixed)), (latents, *others), chosen
 
 
 def _choose(
-    cfg: ModelConfig,
+    at: Setting,
     spec: Latent,
-    bucket: StepBucket,
     group: int,
     params: Params,
     pages: jax.Array,
@@ -62,7 +63,7 @@ def _choose(
     ctx: Context,
 ) -> tuple[jax.Array, Selected]:
     """The ``pages`` (see ``KeyPages``) with the step's index keys in them, and what every token attends to."""
-    how = spec.indexer
+    cfg, bucket, how = at.cfg, at.bucket, spec.indexer
     assert how is not None
     table = ctx.rope[cfg.ropes.index(spec.rope)]
     keys = layer_norm(linear(x, params["index_k"]), params["index_k_norm"], params["index_k_bias"], how.eps)

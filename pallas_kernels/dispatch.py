@@ -11,10 +11,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-Mode = Literal["auto", "reference", "mosaic"]
-MODES: tuple[Mode, ...] = ("auto", "reference", "mosaic")
+MODES = ("auto", "reference", "mosaic")
 
 
 class KernelError(ValueError):
@@ -29,15 +28,20 @@ class Kernels:
     run in Pallas' interpreter there.
     """
 
-    mode: Mode = "auto"
+    mode: str = "auto"
     device: str = "cpu"
     capability: str | None = None
 
     @classmethod
-    def of(cls, device: Any, mode: Mode = "auto") -> "Kernels":
-        """For a jax device."""
+    def of(cls, device: Any, mode: str = "auto") -> "Kernels":
+        """For a jax device. ``mode`` is one of ``MODES``."""
         gpu = device.platform in ("gpu", "cuda")
         return cls(mode, str(device.device_kind), str(device.compute_capability) if gpu else None)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in the interpreter."""
+        return self.mode == "mosaic" and self.capability is None
 
     @property
     def interpret(self) -> Any:

@@ -18,7 +18,7 @@ import jaxserve
 from jaxserve import build, decoder, models, params, quantization
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ConfigError
-from jaxserve.context import context, hidden
+from jaxserve.context import Setting, context, hidden
 from jaxserve.declare import declare, declare_cache
 from jaxserve.executables import ExecutableStore
 from jaxserve.programs import ProgramSet
@@ -125,7 +125,7 @@ def test_queries_without_a_latent() -> None:
         ctx = context(cfg, bucket, page, tables, jnp.array([starts, counts]))
         state, kept = hidden(cfg, decoder.embed(cfg, weights["embed"], tokens)), []
         for spec, weight, pages in zip(cfg.layers, weights["layers"], kv, strict=True):
-            pages, state = decoder.layer(cfg, spec, bucket, mesh, 0, weight, pages, state, ctx)
+            pages, state = decoder.layer(Setting(cfg, bucket, mesh), spec, 0, weight, pages, state, ctx)
             kept.append(pages)
         return kept, decoder.head(cfg, weights, state.x)
 

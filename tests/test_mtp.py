@@ -16,7 +16,7 @@ import jaxserve
 from jaxserve import decoder, models, mtp, params
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ConfigError
-from jaxserve.context import context
+from jaxserve.context import Setting, context
 from jaxserve.declare import declare, declare_cache
 from jaxserve.params import WeightError
 from jaxserve.sharding import Parallel, make_mesh, sharding
@@ -43,7 +43,7 @@ def test_logits_are_the_references(family: str, devices: int) -> None:
     def run(bucket, pages, x, tokens, starts, counts):
         tables = jnp.broadcast_to(table, (1, bucket.rows, table.shape[2]))
         ctx = context(cfg, bucket, PAGE, tables, jnp.array([starts, counts]))
-        pages, out = mtp.predict(cfg, 0, bucket, mesh, 0, weights, pages, x, tokens, ctx)
+        pages, out = mtp.predict(Setting(cfg, bucket, mesh), 0, 0, weights, pages, x, tokens, ctx)
         return pages, out, decoder.logits(cfg, weights, out)
 
     step = jax.jit(run, static_argnums=0)
