@@ -73,16 +73,16 @@ def rope_table(rope: RopeConfig, positions: jax.Array) -> jax.Array:
 def rotate(x: jax.Array, table: jax.Array, *, pairs: bool = False) -> jax.Array:
     """Rotate the first channels of ``x [T, heads, ..., D]`` by ``table [2, T, dim / 2]``.
 
-    Channel i turns with channel i + dim / 2, or, in ``pairs``, channel 2i with 2i + 1; those come out with the first of
-    every pair in the first half: rotated so, queries and keys meet as they should.
+    Channel i turns with channel i + dim / 2, or, in ``pairs``, channel 2i with 2i + 1.
     """
     half = table.shape[-1]
     cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), half) for t in table)
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]
     if pairs:
         a, b = turning[..., ::2], turning[..., 1::2]
-    else:
-        a, b = turning[..., :half], turning[..., half:]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
+        return jnp.concatenate([turned, rest], axis=-1)
+    a, b = turning[..., :half], turning[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 

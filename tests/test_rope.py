@@ -110,8 +110,8 @@ def test_yarn_ramps_between_its_betas() -> None:
 def test_yarns_attention_factor(more: dict[str, float], factor: float) -> None:
     rope = parse_rope({"rope_parameters": {**YARN, **more}}, 64)
     assert rope.attention_factor == pytest.approx(factor)
-    table = np.asarray(rope_table([rope], np.arange(3)))
-    np.testing.assert_allclose((table[0] ** 2).sum(0), factor**2, rtol=1e-5)
+    table = np.asarray(rope_table(rope, np.arange(3)))
+    np.testing.assert_allclose((table**2).sum(0), factor**2, rtol=1e-5)
 
 
 def test_both_spellings_of_a_config_agree() -> None:
@@ -137,24 +137,27 @@ def test_a_part_of_the_channels_turns() -> None:
     rope = parse_rope({"partial_rotary_factor": 0.5}, 32)
     assert rope.dim == 16
     x = np.random.default_rng(0).normal(size=(3, 2, 32)).astype(np.float32)
-    out = np.asarray(rotate(x, rope_table([rope], np.array([0, 1, 9]))[0]))
+    out = np.asarray(rotate(x, rope_table(rope, np.array([0, 1, 9]))))
     assert np.array_equal(out[..., 16:], x[..., 16:])
     np.testing.assert_allclose(out[0], x[0], atol=1e-7)
     assert not np.allclose(out[1, :, :16], x[1, :, :16])
 
 
 def test_rotation_is_of_complex_numbers() -> None:
-    """Channel i and channel i + dim/2 are a number's parts; scores depend on distances alone."""
+    """Channel i and channel i + dim/2 are a number's parts, or those of a pair; scores depend on distances alone."""
     rope = RopeConfig(theta=100.0, dim=8)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(5, 1, 8)).astype(np.float32)
     positions = np.array([0, 3, 10, 100, 1000])
-    out = np.asarray(rotate(x, rope_table([rope], positions)[0]))
+    out = np.asarray(rotate(x, rope_table(rope, positions)))
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None, None] * rope.inv_freq())
     np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
+    out = np.asarray(rotate(x, rope_table(rope, positions), pairs=True))
+    turned = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * positions[:, None, None] * rope.inv_freq())
+    np.testing.assert_allclose(out, np.stack([turned.real, turned.imag], -1).reshape(x.shape), atol=1e-4)
     q, k = (np.tile(v, (4, 1, 1)) for v in x[:2])
-    q = np.asarray(rotate(q, rope_table([rope], np.array([5, 6, 50, 500]))[0]))
-    k = np.asarray(rotate(k, rope_table([rope], np.array([0, 1, 45, 495]))[0]))
+    q = np.asarray(rotate(q, rope_table(rope, np.array([5, 6, 50, 500]))))
+    k = np.asarray(rotate(k, rope_table(rope, np.array([0, 1, 45, 495]))))
     scores = (q * k).sum(-1)
     np.testing.assert_allclose(scores, np.full_like(scores, scores[0]), atol=1e-4)
 
