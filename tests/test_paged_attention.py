@@ -38,7 +38,7 @@ SHAPES = {
     "blocks": Shape((33, 5, 130), queries=32, group=4, dim=32, page=16, width=9),
     "more rows than a tile": Shape((70, 96), queries=32, group=5, page=16),
     "verification": Shape((50, 9), queries=8, group=4),
-    "window": Shape((150, 7, 41), window=40),
+    "window": Shape((150, 7, 41, 0), window=40),
     "softcap and sinks": Shape((100, 33), softcap=20.0, sinks=True),
     "wide heads": Shape((70,), dim=256, group=2, page=16, width=5),
     "narrow heads": Shape((40, 17), dim=16, page=8),

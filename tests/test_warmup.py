@@ -95,7 +95,7 @@ def test_a_warm_up_is_for_starts_with_and_without_a_sidecar(filled: Path, tmp_pa
     assert all(all(one.values()) for one in found)
     plain, without, *kept = map(len, found)
     assert plain == without
-    assert {count - plain for count in kept} == {10}, "those that move KV pages to the host's memory and back"
+    assert {count - plain for count in kept} == {15}, "those that move KV pages to the host's memory and back"
 
 
 def test_a_changed_source_line_recompiles(filled: Path, tmp_path: Path) -> None:

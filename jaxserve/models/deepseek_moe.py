@@ -39,5 +39,9 @@ def _dense_layers(hf: dict[str, Any]) -> Callable[[int], bool]:
     kinds = hf.get("mlp_layer_types")
     if kinds is not None:
         return lambda layer: layer < len(kinds) and kinds[layer] == "dense"
-    first, step = int(hf.get("first_k_dense_replace") or 0), int(hf.get("moe_layer_freq") or 1)
+    first, step = int(hf.get("first_k_dense_replace") or 0), hf.get("moe_layer_freq") or 1
+    if isinstance(step, list) and all(kind in (0, 1) for kind in step):
+        return lambda layer: layer < len(step) and step[layer] == 0
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ConfigError(f"moe_layer_freq must be a number of layers or a list of 0 and 1, got {step!r}")
     return lambda layer: layer < first or layer % step != 0

@@ -84,8 +84,10 @@ def paged_attention(
 
     shape = flat.shape[:3]
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, dim)))
-    first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // span
-    last = (jnp.max(starts + counts) + span - 1) // span
+    end = jnp.max(starts + counts)
+    first, last = jnp.int32(0), (end + span - 1) // span
+    if window is not None:  # padding rows see nothing, and do not make the others begin early
+        first = jnp.maximum(jnp.min(jnp.where(counts > 0, starts, end)) - window + 1, 0) // span
     peak, total, out = lax.fori_loop(first, last, step, carry)
     if sinks is not None:
         total = total + jnp.exp(jnp.repeat(sinks, queries, axis=1) - peak)
