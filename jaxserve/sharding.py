@@ -50,7 +50,8 @@ def make_mesh(
     """
     found = np.asarray(devices if devices is not None else jax.devices())
     if len(found) < tensor_parallel:
-        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(found)} device(s) are visible")
+        more = "" if found[0].platform != "cpu" else "; README.md says how a CPU passes for several"
+        raise ValueError(f"tensor_parallel is {tensor_parallel} but only {len(found)} device(s) are visible{more}")
     return Mesh(found[:tensor_parallel].reshape(expert_parallel, -1), DEVICES)
 
 

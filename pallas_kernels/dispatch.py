@@ -84,8 +84,8 @@ def choose(package: str, case: Any, kernels: Kernels, names: tuple[str, ...] = (
             if reason is None:
                 return Choice(name, module, tuple(declined))
         declined.append((name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined)
-    raise KernelError(f"kernels {kernels.mode}: {case} cannot be run ({reasons})")
+    op, reason = package.rsplit(".", 1)[-1], dict(declined)[kernels.mode]
+    raise KernelError(f"kernels {kernels.mode} has no {op} for this model: {reason}")
 
 
 def _unfit(name: str, kernels: Kernels) -> str | None:
