@@ -5,15 +5,17 @@ takes ``kv-<identity>.2``, and so on.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
-from jaxserve.record_store import STRIDE, RecordStore, capacity
+from jaxserve.record_store import HEADER, RecordStore, capacity
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +29,35 @@ class DiskError(OSError):
     """The folder cannot be used; the message says why."""
 
 
+def check_folder(folder: Path, budget_bytes: int) -> None:
+    """Make the folder, and see that it can be used at all. Raises ``DiskError``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        total = shutil.disk_usage(folder).total
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror}") from error
+    if budget_bytes > total:
+        size, asked = total / 2**30, budget_bytes / 2**30
+        raise DiskError(f"{folder} has room for {size:.3g} GiB in all, {asked:.3g} were asked for KV pages")
+
+
 def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int) -> RecordStore:
     """Records of one ``identity`` under ``folder``, for this process alone. Raises ``DiskError``.
 
-    ``budget_bytes`` is for all subfolders: those that nobody uses go when there is no room. Where the disk has less, so
-    has the store, which is said.
+    ``budget_bytes`` is for what all subfolders really hold. As this one grows, those that nobody uses go when there is
+    no room. Where the disk has less, so has the store, which is said.
     """
     records = capacity(budget_bytes, record_bytes)
+    check_folder(folder, budget_bytes)
     mine = folder / f"kv-{identity[:32]}"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         mine, index = _lock(mine)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, index)
-            have = _make_room(folder, mine, budget_bytes, records * (record_bytes + STRIDE))
+            _make_room(folder, mine, budget_bytes, min(_used(mine), budget_bytes))
+            have = shutil.disk_usage(folder).free + sum(_used(path) for path in (mine, *_others(folder, mine)))
             if (fit := min(records, capacity(have, record_bytes))) < max(records, 1):
                 text = "%s has room for %d KV pages (%.1f MiB each), %d were asked for: it keeps no more than that"
                 log.warning(text, folder, fit, record_bytes / 2**20, records)
@@ -48,7 +65,14 @@ def open_store(folder: Path, identity: str, record_bytes: int, budget_bytes: int
             file = _open(mine / "records")
             undo.callback(os.close, file)
             store = RecordStore(
-                "disk", index, file, identity=identity, record_bytes=record_bytes, capacity=records, place=str(mine)
+                "disk",
+                index,
+                file,
+                identity=identity,
+                record_bytes=record_bytes,
+                capacity=records,
+                place=str(mine),
+                room=partial(_make_room, folder, mine, budget_bytes),
             )
             undo.pop_all()
         return store
@@ -84,9 +108,12 @@ def _lock(first: Path) -> tuple[Path, int]:
 
 def _try(mine: Path) -> int | None:
     """Make a subfolder and lock its index; None where another process has it, or is just removing it."""
-    mine.mkdir(exist_ok=True, mode=0o700)
-    mine.chmod(0o700)
-    index = _open(mine / "index")
+    try:
+        mine.mkdir(exist_ok=True, mode=0o700)
+        mine.chmod(0o700)
+        index = _open(mine / "index")
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(index), (mine / "index").stat()):
@@ -97,36 +124,55 @@ def _try(mine: Path) -> int | None:
     return None
 
 
-def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> int:
-    """Remove other subfolders that nobody uses, the longest unused first, until ``wanted`` bytes are left.
+def _make_room(folder: Path, mine: Path, budget: int, wanted: int) -> bool:
+    """Whether ``mine`` may take ``wanted`` bytes in all: of the budget for all subfolders, and of the disk.
 
-    Returns the bytes that the file system has for ``mine``, with what it holds already. Raises ``DiskError`` where it
-    could not have them if it were empty.
+    Others that nobody uses are removed for it, the longest unused first, and no more of them than it takes.
     """
-    whole = shutil.disk_usage(folder)
-    if wanted > whole.total:
-        size, asked = whole.total / 2**30, wanted / 2**30
-        raise DiskError(f"{folder} has room for {size:.3g} GiB in all, {asked:.3g} were asked for KV pages")
-    others = []
-    for other in folder.iterdir():
-        ours = re.fullmatch(r"kv-[0-9a-f]{32}(\.\d)?", other.name)
-        if other != mine and ours and other.is_dir() and not other.is_symlink():
-            used = sum(file.stat().st_blocks * 512 for file in other.iterdir())
-            others.append((max((file.stat().st_mtime for file in other.iterdir()), default=0.0), used, other))
-    left = budget - sum(used for _, used, _ in others)
-    for _, used, other in sorted(others):
-        if left >= wanted:
-            break
+    others = _others(folder, mine)
+
+    def fits() -> bool:
+        held = sum(_used(other) for other in others)
+        return held + wanted <= budget and wanted <= shutil.disk_usage(folder).free + _used(mine)
+
+    if fits():
+        return True
+    for other in sorted(others, key=_last_used):
+        used = _used(other)
         if _remove(other):
             log.warning("removing %s, KV pages that no engine uses, for want of room: %d bytes", other, used)
-            left += used
-    return shutil.disk_usage(folder).free + sum(file.stat().st_blocks * 512 for file in mine.iterdir())
+            if fits():
+                return True
+    return False
+
+
+def _others(folder: Path, mine: Path) -> list[Path]:
+    """The subfolders of other identities, and of other engines."""
+    ours = re.compile(r"kv-[0-9a-f]{32}(\.\d)?")
+    found = [path for path in folder.iterdir() if path != mine and ours.fullmatch(path.name)]
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _used(folder: Path) -> int:
+    """Bytes that a store takes, as ``capacity`` counts them; 0 where it has gone."""
+    size = 0
+    for name, aside in (("index", HEADER), ("records", 0)):
+        with contextlib.suppress(FileNotFoundError):
+            size += max(0, (folder / name).stat().st_size - aside)
+    return size
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return max((file.stat().st_mtime for file in folder.iterdir()), default=0.0)
+    except FileNotFoundError:
+        return 0.0
 
 
 def _remove(folder: Path) -> bool:
     """Remove a subfolder unless a process holds it."""
     try:
-        index = os.open(folder / "index", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        index = _open(folder / "index")  # made where a removal has been cut short
     except OSError:
         return False
     try:

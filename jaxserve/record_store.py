@@ -16,6 +16,7 @@ import struct
 import time
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,8 @@ class RecordStore:
     """At most ``capacity`` records of one ``identity`` in the files ``index`` and ``records``, which it closes.
 
     ``name`` is what metrics call it, ``place`` what messages call it; ``near`` says that reading it is as quick as
-    reading memory. One process at a time; one thread at a time but for ``in``. Raises ``OSError``.
+    reading memory. Before the store grows to so many bytes it asks ``room``; where that says no, the longest unused
+    record makes room. One process at a time; one thread at a time but for ``in``. Raises ``OSError``.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class RecordStore:
         capacity: int,
         place: str,
         near: bool = False,
+        room: Callable[[int], bool] = lambda size: True,
     ):
         self.name, self.identity, self.place, self.near = name, identity, place, near
         self.record_bytes, self.capacity = record_bytes, capacity
         self.counts = StoreCounts()
+        self._room = room
         self._index, self._records = index, records
         self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         """Place and checksum by key, the longest unused first."""
@@ -158,14 +162,9 @@ class RecordStore:
         if key in self._slots or not self.capacity:
             return
         begun = time.monotonic()
-        if not self._free and self._end < self.capacity:
-            self._free.append(self._end)
-            self._end += 1
-        elif not self._free:
-            self._drop(next(iter(self._slots)))
-            self.counts.evicted += 1
-        slot, value = self._free.pop(), zlib.crc32(record) if checksum is None else checksum
+        value = zlib.crc32(record) if checksum is None else checksum
         try:
+            slot = self._free[-1] if self._free else self._make_place()
             if os.pwrite(self._records, record, slot * self.record_bytes) != self.record_bytes:
                 raise OSError("there is no room")
             self._note(slot, key, value)
@@ -173,11 +172,23 @@ class RecordStore:
             if not self.counts.refused:
                 log.warning("KV pages cannot be written to %s: %s", self.place, error)
             self.counts.refused += 1
-            self._free.append(slot)
             return
+        self._free.pop()
         self.counts.written += 1
         self.counts.write_seconds += time.monotonic() - begun
         self._slots[key] = (slot, value)
+
+    def _make_place(self) -> int:
+        """One more place, which is free then: a new one, or the longest unused record's. Raises ``OSError``."""
+        if self._end < self.capacity and self._room((self._end + 1) * (self.record_bytes + STRIDE)):
+            self._free.append(self._end)
+            self._end += 1
+        elif self._slots:
+            self._drop(next(iter(self._slots)))
+            self.counts.evicted += 1
+        else:
+            raise OSError("there is no room beside what other engines keep there")
+        return self._free[-1]
 
     def _note(self, slot: int, key: bytes, value: int) -> None:
         self._stamp += 1

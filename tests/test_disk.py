@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -199,13 +200,100 @@ def test_one_that_is_just_ending_is_waited_for(tmp_path):
     again.close()
 
 
-def test_models_share_nothing_and_the_one_that_has_gone_makes_room(tmp_path, caplog):
+def names(folder) -> set[str]:
+    return {path.name for path in (folder / "kv").iterdir()}
+
+
+def age(folder, name: str, seconds: int) -> None:
+    """Let a subfolder have been used so long ago."""
+    for file in (folder / "kv" / f"kv-{name[:32]}").iterdir():
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_models_share_nothing_and_what_is_kept_stays_while_there_is_room(tmp_path, caplog):
+    """The budget, 4 records, is for what is there: two models by turns keep theirs until there are more."""
     written(tmp_path, 1, 2)
     store = opened(tmp_path, name="cd" * 32)
     assert found(store) == []
-    names = {path.name for path in (tmp_path / "kv").iterdir()}
-    assert names == {"kv-" + "cd" * 16}, "the budget is for both"
+    for number in (3, 4):
+        store.write(key(number), record(number))
+    assert not caplog.records
+    store.close()
+    again = opened(tmp_path)
+    assert found(again) == [1, 2]
+    again.write(key(5), record(5))
+    assert names(tmp_path) == {f"kv-{NAME[:32]}"}
     assert "removing" in caplog.text
+    assert found(again) == [1, 2, 5]
+    again.close()
+
+
+def test_the_longest_unused_subfolder_goes_first_and_no_more_than_it_takes(tmp_path):
+    for number, name in enumerate(("01" * 32, "02" * 32, "03" * 32)):
+        store = opened(tmp_path, name=name)
+        store.write(key(1), record(1))
+        store.close()
+        age(tmp_path, name, 100 + (number == 1) * 50)
+    store = opened(tmp_path)
+    store.write(key(1), record(1))
+    assert len(names(tmp_path)) == 4
+    store.write(key(2), record(2))
+    assert names(tmp_path) == {f"kv-{NAME[:32]}", "kv-" + "01" * 16, "kv-" + "03" * 16}
+    store.close()
+
+
+def test_a_smaller_budget_removes_what_is_beyond_it_when_the_store_opens(tmp_path):
+    written(tmp_path, 1, 2, 3)
+    store = opened(tmp_path, records=3, name="cd" * 32)
+    assert len(names(tmp_path)) == 2
+    store.close()
+    opened(tmp_path, records=2, name="cd" * 32).close()
+    assert names(tmp_path) == {"kv-" + "cd" * 16}
+
+
+def test_an_open_store_is_never_removed_and_one_beside_it_makes_do(tmp_path, caplog):
+    one = opened(tmp_path)
+    for number in (1, 2, 3):
+        one.write(key(number), record(number))
+    two = opened(tmp_path, name="cd" * 32)
+    for number in (4, 5):
+        two.write(key(number), record(number))
+    assert (found(two), two.counts.evicted) == ([5], 1)
+    three = opened(tmp_path, name="ef" * 32)
+    for number in (6, 7):
+        three.write(key(number), record(number))
+    assert (found(three), three.counts.refused) == ([], 2)
+    assert caplog.text.count("there is no room beside") == 1
+    assert found(one) == [1, 2, 3]
+    one.write(key(8), record(8))
+    assert found(one) == [2, 3, 8], "its own oldest record goes"
+    for store in (one, two):
+        store.close()
+    three.write(key(9), record(9))
+    assert found(three) == [9]
+    three.close()
+
+
+def test_a_disk_without_room_takes_what_nobody_uses(tmp_path, monkeypatch):
+    written(tmp_path, 1, 2)
+    store = opened(tmp_path, name="cd" * 32, records=100)
+    usage = shutil.disk_usage(tmp_path)
+    free = iter([0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=next(free, usage.free)))
+    store.write(key(3), record(3))
+    assert found(store) == [3]
+    assert names(tmp_path) == {"kv-" + "cd" * 16}
+    store.close()
+
+
+def test_what_a_removal_that_was_cut_short_has_left_goes_too(tmp_path):
+    written(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "kv" / f"kv-{NAME[:32]}" / "index").unlink()
+    store = opened(tmp_path, name="cd" * 32)
+    store.write(key(1), record(1))
+    store.write(key(2), record(2))
+    assert names(tmp_path) == {"kv-" + "cd" * 16}
+    assert found(store) == [1, 2]
     store.close()
 
 
