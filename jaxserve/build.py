@@ -22,7 +22,7 @@ from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore, Finish
 from jaxserve.host_tier import HostTier
 from jaxserve.identity import content, identity
-from jaxserve.kv_stores import open_stores
+from jaxserve.kv_stores import check_disk, open_stores
 from jaxserve.metrics import EngineMetrics
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache
@@ -35,7 +35,7 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import make_mesh
 from jaxserve.sidecar.attach import Link, Wanted
 from jaxserve.store_tier import StoreTier
-from jaxserve.tokenizer import Tokenizer, TokenizerError
+from jaxserve.tokenizer import Tokenizer, TokenizerError, tokenizer_file
 from jaxserve.watermark.slots import MarkSlots, MarkSpec
 from jaxserve.windows import Windows
 from pallas_kernels.dispatch import Kernels
@@ -76,22 +76,28 @@ class Built:
     """To the sidecar that the weights come from; to be closed after everything else."""
 
 
-def build(config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> Built:
+def build(
+    config: EngineConfig, on_phase: Callable[[str], None] | None = None, *, needs_tokenizer: bool = False
+) -> Built:
     """Make an engine ready; ``on_phase`` is told what begins.
 
-    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
+    Raises ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong; with
+    ``needs_tokenizer``, ``TokenizerError`` for a model that came without one.
     """
     with paused(), contextlib.ExitStack() as undo:  # where the start fails
-        built = _build(config, Report(on_phase), undo)
+        built = _build(config, Report(on_phase), undo, needs_tokenizer)
         built.report.ready()
         undo.pop_all()
     return built
 
 
-def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack) -> Built:
+def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, needs_tokenizer: bool) -> Built:
+    check_disk(config)
     with report.phase("open checkpoint"):
         source = open_source(config)
     with source, ThreadPoolExecutor(1, "tokenizer") as side:
+        if needs_tokenizer:
+            tokenizer_file(source)
         # Beside a device that starts; but not beside a sidecar's attach, which would wait for the interpreter a hundred
         # times, nor before programs are on their way: those load without it.
         tokenizer = None if config.uses_sidecar else side.submit(_tokenizer, source, report)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve import memory
 from jaxserve.config import ConfigError, EngineConfig
-from jaxserve.disk_store import ENGINES, PATIENCE_SECONDS, DiskError, open_store
+from jaxserve.disk_store import ENGINES, PATIENCE_SECONDS, check_folder, open_store
 from jaxserve.record_store import HEADER, STRIDE, RecordStore, capacity
 from jaxserve.report import Report
 from jaxserve.sidecar.client import Sidecar
@@ -20,6 +20,21 @@ from jaxserve.sidecar.errors import SidecarError
 from jaxserve.store_tier import StoreTier
 
 log = logging.getLogger(__name__)
+
+
+def check_disk(config: EngineConfig) -> None:
+    """See at once that the folder for KV pages can be used, if there is to be one. Raises ``ConfigError``."""
+    if config.disk_kv_path is not None:
+        with _named():
+            check_folder(Path(config.disk_kv_path), memory.disk_budget(config))
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"disk_kv_path: {error}") from None
 
 
 def open_stores(
@@ -42,11 +57,9 @@ def open_stores(
         if sidecar is not None and pool_bytes >= record_bytes:
             stores += _pool(config, sidecar, identity, record_bytes, pool_bytes, report)
         if config.disk_kv_path is not None:
-            try:
-                folder = Path(config.disk_kv_path)
+            folder = Path(config.disk_kv_path)
+            with _named():
                 stores.append(open_store(folder, identity, record_bytes, memory.disk_budget(config)))
-            except DiskError as error:
-                raise ConfigError(f"disk_kv_path: {error}") from None
     except BaseException:
         for store in stores:
             store.close()

@@ -47,14 +47,20 @@ class LLM:
     """A model ready to generate. Owns one engine thread; a context manager; every method may be called from any thread.
 
     Keywords are the fields of ``EngineConfig``; ``on_phase`` is told the name of each part of the start. Raises
-    ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong.
+    ``ConfigError``, ``checkpoints.CheckpointError`` or ``WeightError`` naming what is wrong; with ``needs_tokenizer``
+    a ``TokenizerError`` at once where the model came without one, which takes prompts as token ids only.
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", *, on_phase: Callable[[str], None] | None = None, **engine_options: Any
+        self,
+        model: str = "smollm2-135m",
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        needs_tokenizer: bool = False,
+        **engine_options: Any,
     ):
         self.config = EngineConfig.from_options(model, engine_options)
-        self._built = build(self.config, on_phase)
+        self._built = build(self.config, on_phase, needs_tokenizer=needs_tokenizer)
         self.tokenizer: Tokenizer | None = self._built.tokenizer
         self.model_config: ModelConfig = self._built.model
         self.max_model_len: int = self._built.limits.max_model_len

@@ -26,6 +26,14 @@ class TokenizerError(ValueError):
     """The model has no tokenizer, or one that cannot be used."""
 
 
+def tokenizer_file(ckpt: checkpoints.Checkpoint) -> bytes:
+    """The file that a tokenizer is made from. Raises ``TokenizerError`` where there is none."""
+    data = ckpt.asset("tokenizer.json")
+    if data is None:
+        raise TokenizerError(f"{ckpt.path}: no tokenizer.json; give prompts as token ids")
+    return data
+
+
 class Tokenizer:
     """Encodes prompts and decodes tokens. Immutable after construction; every method may be called from any thread."""
 
@@ -78,9 +86,7 @@ class Tokenizer:
         Raises:
             TokenizerError: there is none, or its files are broken.
         """
-        data = ckpt.asset("tokenizer.json")
-        if data is None:
-            raise TokenizerError(f"{ckpt.path}: no tokenizer.json; give prompts as token ids")
+        data = tokenizer_file(ckpt)
         try:
             backend = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception

@@ -17,6 +17,7 @@ from jaxserve.options import Parser, add_options, field_docs, given
 from jaxserve.request import SamplingParams, StructuredOutputs
 from serve.options import ServerOptions
 from tests.fake_llm import FakeLLM
+from tests.tiny import FIXTURES
 
 TEXT = "Hello, wörld! 😀"
 
@@ -164,7 +165,7 @@ def test_generate_streams_one_prompt(made, capsys):
     )
     assert capsys.readouterr().out == TEXT + "\n"
     (llm,) = made
-    assert (llm.model, llm.fields) == ("some-model", {"seed": 6, "page_size": 8})
+    assert (llm.model, llm.fields) == ("some-model", {"seed": 6, "page_size": 8, "needs_tokenizer": True})
     assert llm.submitted[0].params == SamplingParams(max_tokens=256, seed=5)
 
 
@@ -172,6 +173,32 @@ def test_generate_by_chat(made, capsys):
     assert main(["generate", "--chat", "Hi", "--system", "S", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out == "Hello\n"
     assert bytes(made[0].submitted[0].prompt).decode() == "<system>S<user>Hi<assistant>"
+
+
+def test_a_tokenizer_is_needed_where_every_prompt_is_in_words(made, tmp_path):
+    for number, prompts in enumerate((["a", [98]], [[98]], ["a", [{"role": "user", "content": "b"}]])):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join(map(json.dumps, prompts)))
+        assert main(["generate", "--prompts-file", str(path), "--max-tokens", "1"]) == 0
+    assert [llm.fields["needs_tokenizer"] for llm in made] == [False, False, True]
+
+
+def test_what_cannot_be_is_refused_before_anything_is_compiled(tmp_path, capsys, monkeypatch):
+    from jaxserve import build
+
+    monkeypatch.setattr(build, "mesh_of", lambda config: pytest.fail("the device was started"))
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, status, named in (
+        (["--disk-kv-path", "/proc/x"], 2, "--disk-kv-path: /proc/x: No such file"),
+        (["--disk-kv-path", str(file)], 2, f"--disk-kv-path: {file}: File exists"),
+        (["--disk-kv-path", str(file / "x")], 2, f"--disk-kv-path: {file / 'x'}: Not a directory"),
+        ([str(FIXTURES / "llama3")], 1, "no tokenizer.json; give prompts as token ids"),
+    ):
+        assert main(["generate", *arguments, "--prompt", "Hi", "--cache-dir", str(tmp_path / "cache")]) == status
+        error = capsys.readouterr().err
+        assert named in error
+        assert error.count("\n") == 1
 
 
 def test_generate_from_standard_input(made, capsys, monkeypatch):

@@ -55,7 +55,8 @@ def run(parsed: argparse.Namespace) -> int:
         output = open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout)  # noqa: SIM115
     except OSError as error:
         raise UsageError(f"--output {parsed.output}: {error.strerror}") from None
-    with output as out, load(parsed) as llm:
+    words = not any(map(_is_ids, prompts))  # of several, those in words are refused one by one
+    with output as out, load(parsed, needs_tokenizer=words) as llm:
         if len(prompts) == 1 and params.n == 1 and not parsed.json:
             for delta in llm.stream(prompts[0], params):
                 if delta.error is not None:
@@ -64,6 +65,10 @@ def run(parsed: argparse.Namespace) -> int:
             print(file=out)
             return 0
         return _generate_many(llm, prompts, params, out)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and not isinstance(prompt[0], dict)
 
 
 def _prompts(parsed: argparse.Namespace) -> list[Any]:
