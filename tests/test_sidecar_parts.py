@@ -35,7 +35,7 @@ def test_what_is_swapped_under_the_same_size_and_mtime_is_seen(tmp_path, monkeyp
     swap(path, b"two")
     assert not files.unchanged(known, [path], tmp_path)
     (text,) = files.differences(known, [path], tmp_path)
-    assert known[0].sha256 in text
+    assert known[0].sha256[:16] in text
     assert files.sha256(path) in text
 
 

@@ -27,8 +27,12 @@ from jaxserve.sidecar.place import Place
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-MOST_SHOWN = 50
+MOST_SHOWN = 3
 """Differences in one message."""
+WIDEST = 120
+"""Characters of one of them."""
+TELLING = ("model.model_type", "role", "dtype", "tensor_parallel", "layout_version")
+"""Fields that are shown before others."""
 
 
 @dataclass(frozen=True)
@@ -218,13 +222,14 @@ class Link:
     def _nothing(self, offers: list[dict[str, Any]], refused: dict[str, list[str]]) -> SidecarError:
         failed = [f"{o['name']} could not be loaded: {o['error']}" for o in offers if o["path"] == self._wanted.path]
         ready = [offer for offer in offers if offer["id"] in refused]
-        if not ready:
-            return SidecarError(
-                f"the sidecar does not hold {self._wanted.path}" + "".join(f"; {text}" for text in failed), "unknown"
-            )
         role = self._wanted.key["role"]
+        advice = f"`jaxserve sidecar start {'--draft ' * (role == 'draft')}{self._config.model}` has it load this one"
+        if not ready:
+            about = "".join(f"; {text}" for text in failed) or f"; {advice}"
+            return SidecarError(f"the sidecar does not hold {self._wanted.path}{about}", "unknown")
         nearest = min(ready, key=lambda o: (o["path"] != self._wanted.path, o["role"] != role, len(refused[o["id"]])))
-        return SidecarError(_mismatch(nearest, refused[nearest["id"]]), "mismatch")
+        room = f"`jaxserve sidecar evict {nearest['name']}` makes room"
+        return SidecarError(f"{_mismatch(nearest, refused[nearest['id']])}; {advice}, {room}", "mismatch")
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Say once that the owner has died: in the log, in the report, and by ``on_gone``."""
@@ -264,12 +269,19 @@ def _files(offer: dict[str, Any]) -> list[files.SourceFile]:
 
 
 def _mismatch(offer: dict[str, Any], differences: list[str]) -> str:
-    more = f"; and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
-    if any(text.startswith("layout_version:") for text in differences):
-        more += (
+    """What keeps an offer from being the wanted weights, in a line that can be read."""
+    about = {text.partition(":")[0]: text for text in differences}
+    shown = sorted(differences, key=lambda text: TELLING.index(n) if (n := text.partition(":")[0]) in TELLING else 99)
+    text = "; ".join(one if len(one) <= WIDEST else f"{one[: WIDEST - 3]}..." for one in shown[:MOST_SHOWN])
+    if len(shown) > MOST_SHOWN:
+        text += f"; and {len(shown) - MOST_SHOWN} more"
+    other_code = "layout_version" in about
+    if other_code:
+        text += (
             "; the sidecar runs other code than this engine: end it with `jaxserve sidecar stop`, and start it again"
         )
-    return (
-        f"the sidecar holds no weights that fit; those of {offer['name']} ({offer['path']}) differ: "
-        f"{'; '.join(differences[:MOST_SHOWN])}{more}"
-    )
+    held = f"{offer['name']} ({offer['path']})"
+    parts = ("file ",) if other_code else ("file ", "model.")
+    if "model.model_type" in about or any(name.startswith(parts) for name in about):
+        return f"the sidecar holds {held}, not this model: {text}"
+    return f"the sidecar holds no weights that fit; those of {held} differ: {text}"

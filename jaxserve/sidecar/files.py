@@ -99,5 +99,5 @@ def differences(theirs: Sequence[SourceFile], paths: Iterable[Path], root: Path)
             continue
         found = sha256(path)
         if found != file.sha256:
-            out.append(f"file {name}: sha256 {file.sha256} in the sidecar, {found} here")
+            out.append(f"file {name}: sha256 {file.sha256[:16]}... in the sidecar, {found[:16]}... here")
     return out
