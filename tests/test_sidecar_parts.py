@@ -36,7 +36,7 @@ def test_what_is_swapped_under_the_same_size_and_mtime_is_seen(tmp_path, monkeyp
     assert not files.unchanged(known, [path], tmp_path)
     (text,) = files.differences(known, [path], tmp_path)
     assert known[0].sha256[:16] in text
-    assert files.sha256(path) in text
+    assert files.sha256(path)[:16] in text
 
 
 def test_a_file_that_has_just_been_written_is_read_again(tmp_path, monkeypatch):
