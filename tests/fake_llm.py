@@ -87,7 +87,7 @@ class FakeLLM:
     """Answers every prompt with ``answer``, a byte a step, until ``max_tokens`` or its end (anew with ``ignore_eos``).
 
     ``step_seconds`` paces it; ``explode_at`` is the position where a request fails; ``most`` refuses more;
-    ``worse`` makes completion i less likely, by ``i % 3`` a token.
+    ``worse`` makes completion i less likely, by ``i % 3`` a token; ``mute`` gives tokens and no text.
     """
 
     answer: str = "Hello, wörld! 😀"
@@ -97,6 +97,7 @@ class FakeLLM:
     explode_at: int | None = None
     add_bos: bool = False
     worse: bool = False
+    mute: bool = False
     watermark: WatermarkConfig | None = None
     tokenizer: ByteTokenizer | None = None
     aborted: list[str] = field(default_factory=list)
@@ -228,6 +229,8 @@ class FakeLLM:
         text = _whole(done)[len(_whole(before)) :] if token else ""
         if reason is not None and token:
             text = done.decode(errors="replace")[len(_whole(before)) :]
+        if self.mute:
+            text = ""
         for index in range(params.n):
             logprobs = prompt_logprobs = None
             if params.logprobs is not None:

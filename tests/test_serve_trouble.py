@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +124,25 @@ def test_a_client_that_leaves_is_aborted(stream):
         assert complete(server, max_tokens=2)[0] == 200
         assert not server.state.channels
         assert server.state.idle.is_set()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_a_stream_of_no_text_is_aborted(reset):
+    """A model without a tokenizer makes no text: nothing is written that could fail."""
+    llm = FakeLLM(step_seconds=0.01, mute=True)
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 400, "ignore_eos": True, "stream": True})
+    with serving(llm) as server, socket.create_connection(server.bound.socket.getsockname()[:2]) as client:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        assert client.recv(1000).partition(b"\r\n\r\n")[2] == b""
+        if reset:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        llm.wait_idle(1.0)
+        assert len(llm.aborted) == 1
+        assert llm.submitted[0].position < 200
 
 
 def test_nothing_is_aborted_after_a_normal_end(server):
