@@ -83,7 +83,7 @@ def test_only_some_channels_turn_and_the_exponent_counts_all() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 6 layers"),
-        ({"layer_types": ["chunked_attention"] * 6}, "layer_types must name 6 layers"),
+        ({"layer_types": ["chunked_attention"] * 6}, "layer_types: 'chunked_attention' is not supported"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: no full_attention layer"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 9}, "num_kv_shared_layers"),

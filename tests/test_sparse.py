@@ -225,7 +225,7 @@ BASE = json.loads((FIXTURES / "glm_moe_dsa" / "config.json").read_text()) | {"in
     ],
 )
 def test_every_spelling_of_who_chooses(fields: dict, chooses: list[int]) -> None:
-    cfg = models.model_config(BASE | fields)
+    cfg = models.model_config(BASE | {"layer_types": None, "mlp_layer_types": None} | fields)
     mixers = [layer.mixer for layer in cfg.layers]
     assert all(isinstance(mixer, Latent) for mixer in mixers)
     if fields.get("index_topk_freq"):
@@ -241,9 +241,9 @@ def test_every_spelling_of_who_chooses(fields: dict, chooses: list[int]) -> None
         ({"indexer_types": ["full", "full"]}, "indexer_types has 2 entries for 4 layers"),
         ({"indexer_types": ["shared"] * 4}, "indexer_types: the first layer is 'shared'"),
         ({"index_topk_pattern": "FSXS"}, "index_topk_pattern: 'X' is neither 'F' nor 'S'"),
-        ({"index_topk_freq": -1}, "index_topk_freq must be at least 1"),
+        ({"index_topk_freq": -1}, "index_topk_freq must be an integer of at least 1"),
         ({"index_topk": None}, "config.json does not give 'index_topk'"),
-        ({"index_topk": 0}, "index_topk must be at least 1"),
+        ({"index_topk": 0}, "index_topk must be an integer of at least 1"),
         ({"q_lora_rank": None}, "config.json does not give 'q_lora_rank'"),
         ({"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 8"),
     ],

@@ -22,6 +22,11 @@ class Family:
     """Added to the weights of norms when they are read: 1 where the checkpoint keeps what they differ from 1."""
     unused: Callable[[ModelConfig], tuple[str, ...]] = lambda cfg: ()
     """Beginnings of the names of tensors that are let pass: parts of the model that the decoder does not run."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """What ``layer_types`` of config.json may call a layer; ``WINDOWED`` where ``config`` minds what it does."""
+
+
+WINDOWED = ("full_attention", "sliding_attention")
 
 
 def need(hf: dict[str, Any], name: str) -> Any:
@@ -104,6 +109,12 @@ def _attention(
     head_dim = head_size(hf)
     turn = rope or _same(read_rope(hf, head_dim))
     return lambda layer: Attention(heads, kv_heads, head_dim, turn(layer), window(layer), **traits)
+
+
+def windows(hf: dict[str, Any]) -> Callable[[int], int | None]:
+    """``sliding_window`` on the layers that ``layer_types`` says, on all where it does not."""
+    kinds, window = hf.get("layer_types"), hf.get("sliding_window") or None
+    return lambda layer: window if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
 def _same[T](value: T) -> Callable[[int], T]:

@@ -4,7 +4,7 @@
 from typing import Any
 
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.models.family import Family, decoder_config, head_size, need, read_rope
+from jaxserve.models.family import WINDOWED, Family, decoder_config, head_size, need, read_rope
 from jaxserve.rope import RopeConfig
 
 
@@ -42,4 +42,4 @@ def _rope(hf: dict[str, Any], kind: str) -> RopeConfig:
     return read_rope({"rope_theta": 1e6, **hf}, head_size(hf))
 
 
-FAMILIES = {"gemma3_text": Family(_gemma3, norm_plus=1.0)}
+FAMILIES = {"gemma3_text": Family(_gemma3, norm_plus=1.0, layer_types=WINDOWED)}

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.config import ModelConfig
 from jaxserve.layer_spec import Activation, Moe, Router
 from jaxserve.models.expert_weights import Place, down_spec, gate_up_spec, padded_spec, router_specs
-from jaxserve.models.family import Family, decoder_config, need
+from jaxserve.models.family import WINDOWED, Family, decoder_config, need, windows
 from jaxserve.params import ParamSpec, Source
 from jaxserve.quantization import MxArray
 
@@ -20,7 +20,9 @@ GROUP = 32
 
 
 def _gpt_oss(hf: dict[str, Any]) -> ModelConfig:
-    kinds, window, bias = need(hf, "layer_types"), int(need(hf, "sliding_window")), bool(hf.get("attention_bias", True))
+    need(hf, "layer_types")
+    need(hf, "sliding_window")
+    bias = bool(hf.get("attention_bias", True))
     top_k = int(hf.get("num_experts_per_tok") or need(hf, "experts_per_token"))
     moe = Moe(
         experts=int(need(hf, "num_local_experts")),
@@ -35,7 +37,7 @@ def _gpt_oss(hf: dict[str, Any]) -> ModelConfig:
     return decoder_config(
         hf,
         ffn=lambda layer: moe,
-        window=lambda layer: window if kinds[layer] == "sliding_attention" else None,
+        window=windows(hf),
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,
@@ -114,4 +116,4 @@ def _apart(data: np.ndarray, axis: int) -> np.ndarray:
     return data.reshape(shape).swapaxes(axis, axis + 1)
 
 
-FAMILIES = {"gpt_oss": Family(_gpt_oss, _experts)}
+FAMILIES = {"gpt_oss": Family(_gpt_oss, _experts, layer_types=WINDOWED)}

@@ -4,16 +4,11 @@ position-scaled queries)."""
 from typing import Any
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.family import Family, decoder_config
+from jaxserve.models.family import WINDOWED, Family, decoder_config, windows
 
 
 def _mistral(hf: dict[str, Any]) -> ModelConfig:
-    kinds = hf.get("layer_types")
-
-    def window(layer: int) -> int | None:
-        return hf.get("sliding_window") if kinds is None or kinds[layer] == "sliding_attention" else None
-
-    return decoder_config(hf, window=window)
+    return decoder_config(hf, window=windows(hf))
 
 
-FAMILIES = {kind: Family(_mistral) for kind in ("mistral", "ministral", "ministral3")}
+FAMILIES = {kind: Family(_mistral, layer_types=WINDOWED) for kind in ("mistral", "ministral", "ministral3")}

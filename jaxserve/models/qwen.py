@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.config import ModelConfig
 from jaxserve.layer_spec import Dense, Moe, Router
 from jaxserve.models.expert_weights import per_expert
-from jaxserve.models.family import Family, activation, decoder_config, dense, need
+from jaxserve.models.family import WINDOWED, Family, activation, decoder_config, dense, need
 
 
 def _qwen(hf: dict[str, Any], **differs: Any) -> ModelConfig:
@@ -46,8 +46,8 @@ def _qwen2_moe(hf: dict[str, Any]) -> ModelConfig:
 
 
 FAMILIES = {
-    "qwen2": Family(lambda hf: _qwen(hf, qkv_bias=True)),
-    "qwen2_moe": Family(_qwen2_moe, per_expert(shared="shared_expert.")),
-    "qwen3": Family(_qwen3),
-    "qwen3_moe": Family(lambda hf: _qwen3(hf, ffn=_sparse(hf))),
+    "qwen2": Family(lambda hf: _qwen(hf, qkv_bias=True), layer_types=WINDOWED),
+    "qwen2_moe": Family(_qwen2_moe, per_expert(shared="shared_expert."), layer_types=WINDOWED),
+    "qwen3": Family(_qwen3, layer_types=WINDOWED),
+    "qwen3_moe": Family(lambda hf: _qwen3(hf, ffn=_sparse(hf)), layer_types=WINDOWED),
 }

@@ -33,9 +33,6 @@ def _choosing(hf: dict[str, Any], *, pairs: bool) -> Latent:
     """Attention with an indexer. Raises ``ConfigError``."""
     need(hf, "q_lora_rank")  # the indexer's queries are made from it
     heads, dim, top_k = (int(need(hf, name)) for name in ("index_n_heads", "index_head_dim", "index_topk"))
-    for name, value in (("index_n_heads", heads), ("index_topk", top_k)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
     if dim < int(need(hf, "qk_rope_head_dim")):
         raise ConfigError(f"index_head_dim {dim} is less than qk_rope_head_dim {hf['qk_rope_head_dim']}")
     pairs = bool(hf.get("indexer_rope_interleave", pairs))
@@ -51,8 +48,6 @@ def _chooses(hf: dict[str, Any]) -> list[bool]:
         name, own, taken = "index_topk_pattern", "F", "S"
     else:
         period, first = int(hf.get("index_topk_freq") or 1), int(hf.get("index_skip_topk_offset", 2))
-        if period < 1:
-            raise ConfigError(f"index_topk_freq must be at least 1, got {period}")
         return [max(layer - first + 1, 0) % period == 0 for layer in range(layers)]
     if len(kinds) < layers:
         raise ConfigError(f"{name} has {len(kinds)} entries for {layers} layers")
@@ -64,4 +59,9 @@ def _chooses(hf: dict[str, Any]) -> list[bool]:
     return [kind == own for kind in kinds]
 
 
-FAMILIES = {"deepseek_v32": Family(_deepseek_v32), "glm_moe_dsa": Family(_glm_moe_dsa)}
+SPARSE = ("indexed_attention", "deepseek_sparse_attention")
+
+FAMILIES = {
+    "deepseek_v32": Family(_deepseek_v32, layer_types=SPARSE),
+    "glm_moe_dsa": Family(_glm_moe_dsa, layer_types=SPARSE),
+}
