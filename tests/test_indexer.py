@@ -85,6 +85,20 @@ def test_best_of_anything(seed: int) -> None:
         assert (found.tolist(), int(count)) == chosen(row, top_k)
 
 
+@pytest.mark.parametrize("chunk", [None, G])
+def test_both_zeros_tie(chunk: int | None) -> None:
+    """What gates below zero make of a product too small to be told from zero may be -0, where the others are 0."""
+    q = np.eye(2, DIM, dtype=np.float32)[None, None]
+    gates = np.array([-1, 1], np.float32)[None, None]
+    keys = np.zeros((5, G, DIM), np.float32)
+    keys[1, [0, 2], 0] = 2e-38, 3.0
+    args = (q, gates, keys, np.arange(1, 5, dtype=np.int32)[None], np.array([15], np.int32), np.array([1], np.int32))
+    scores = np.asarray(jax.jit(lambda *a: index_scores(*a, chunk=chunk))(*args))[0, 0]
+    positions, _ = jax.jit(lambda *a: select(*a, top_k=2, chunk=chunk))(*args)
+    assert scores[2] < 0
+    assert positions[0, 0].tolist() == chosen(scores, 2)[0]
+
+
 def test_short_contexts_are_not_scored() -> None:
     """No key is read where all are chosen anyway: were they, scores of NaN would choose nothing."""
     (q, gates, pages, tables, _, _), _ = case("float32", 5)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from tiny import FIXTURES, idle, reference, tiny
 
 import jaxserve
-from jaxserve import experts
+from jaxserve import experts, models
 from jaxserve.layer_spec import Activation, Dense, Moe, Router
 from jaxserve.layers import gated
 from jaxserve.moe import moe, route
@@ -173,6 +173,23 @@ def test_an_engine_whose_devices_hold_different_experts(family: str, programs_di
         assert alone.outputs[0].token_ids == ref["greedy_ids"].tolist()
         assert together[1].outputs[0].token_ids == ref["greedy_ids"].tolist()
         idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, [2, 4, 6]),
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 2}, [4, 6]),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 3}, [0, 3, 6]),
+        ({"first_k_dense_replace": 2, "moe_layer_freq": 1}, [2, 3, 4, 5, 6]),
+        ({"first_k_dense_replace": 2}, [2, 3, 4, 5, 6]),
+        ({"first_k_dense_replace": 2, "moe_layer_freq": [1, 0, 0, 1, 0, 1, 0]}, [0, 3, 5]),
+    ],
+)
+def test_which_layers_have_experts(fields: dict, layers: list[int]) -> None:
+    known = json.loads((FIXTURES / "deepseek_v3" / "config.json").read_text())
+    cfg = models.model_config(known | {"num_hidden_layers": 7, "mlp_layer_types": None, "layer_types": None} | fields)
+    assert [number for number, layer in enumerate(cfg.layers) if isinstance(layer.ffn, Moe)] == layers
 
 
 def test_groups_of_devices_must_be_equal() -> None:

@@ -136,6 +136,19 @@ def test_nobody_has_to_go_for_one_that_could_not_begin_yet() -> None:
     assert gone[0] >= world.began[1] - 1
 
 
+def test_those_who_stay_keep_a_page_a_group() -> None:
+    """Two hold four pages each, and a better one needs two: it gets in beside both where each can have two more."""
+    for pages, stay in ((13, 1), (14, 2)):
+        scheduler = make(pages, slots=3, blocks=8, windows=(None, 5))
+        for arrival in range(2):
+            scheduler.add(sequence(7, 20, arrival=arrival, priority=1))
+        scheduler.collected(scheduler.schedule())
+        assert scheduler.pool.free == pages - 8
+        scheduler.add(sequence(3, 20, arrival=2))
+        scheduler.schedule()
+        assert [seq.arrival for seq in scheduler.running] == [2, *range(stay)]
+
+
 def test_who_has_least_to_bring_back_goes_first() -> None:
     scheduler = make(pages=20, slots=3, blocks=16)
     for arrival, prompt in enumerate((20, 6, 12)):

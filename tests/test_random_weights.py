@@ -14,8 +14,10 @@ import jaxserve
 from jaxserve import models, params
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.declare import declare
-from jaxserve.quantization import QuantArray
-from jaxserve.random_weights import RandomWeights
+from jaxserve.models.weights import param_specs
+from jaxserve.quantization import BlockFp8, QuantArray
+from jaxserve.quantization.specs import E4M3
+from jaxserve.random_weights import RandomWeights, promised
 from jaxserve.sharding import Parallel, make_mesh
 
 ONE = Parallel()
@@ -38,6 +40,27 @@ def test_a_config_declares_what_its_checkpoint_does(family: str) -> None:
 
     with checkpoints.open_checkpoint(FIXTURES / family) as real:
         assert leaves(random_source(family)) == leaves(real)
+
+
+def test_what_a_config_excepts_is_not_quantized() -> None:
+    """Neither are the tensors of one parameter half quantized: q, k and v are one."""
+    cfg = models.model_config(random_source("qwen3_fp8_block").config)
+    specs = param_specs(cfg, models.FAMILIES[cfg.model_type], ONE, ())
+
+    def fp8(*excepted: str) -> set[str]:
+        config = {"quantization_config": {"modules_to_not_convert": list(excepted)}}
+        found = promised(specs, BlockFp8(16), config)
+        quantized = {name for name, info in found.items() if info.dtype == E4M3}
+        assert {f"{name}_scale_inv" for name in quantized} == {name for name in found if name.endswith("_scale_inv")}
+        return quantized
+
+    everything = fp8()
+    down = {name for name in everything if "mlp.down_proj" in name}
+    qkv = {name for name in everything if any(f"layers.1.self_attn.{part}_proj" in name for part in "qkv")}
+    assert down
+    assert len(qkv) == 3
+    assert fp8("mlp.down_proj") == everything - down
+    assert fp8("layers.1.self_attn.k_proj", "lm_head") == everything - qkv
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_fp8_block", "gpt_oss_mxfp4"])

@@ -126,6 +126,16 @@ def test_admission_leaves_a_page_for_those_who_run() -> None:
     assert [s.arrival for s in scheduler.waiting] == [1], "the first would have to preempt it at its next page"
 
 
+def test_admission_leaves_a_page_a_group_for_those_who_run() -> None:
+    """The first holds four pages, two a group, and the second needs as many: one page to spare is not enough."""
+    for pages, admitted in ((9, 1), (10, 2)):
+        scheduler = make(pages, blocks=8, windows=(None, 5))
+        scheduler.add(sequence(7, 20, arrival=0))
+        scheduler.add(sequence(4, 20, arrival=1))
+        scheduler.schedule()
+        assert len(scheduler.running) == admitted
+
+
 def twins(count: int, prompt: int, limit: int) -> list[Wish]:
     return [Wish(prompt, limit - prompt, topic=0) for _ in range(count)]
 

@@ -81,6 +81,26 @@ def test_a_record_comes_back_to_another_page_as_it_was(cache):
         assert np.array_equal(new[rest], old[rest])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize("source", [(0, 0, 1, 1), (0, 1, 2, -1), (0, 0, 0, 1, 1, 1, -1, -1)])
+def test_heads_that_devices_repeat_or_pad_are_recorded_once_and_come_back_to_all(source, dtype) -> None:
+    """Records are those of the model's own heads, so that engines of other numbers of devices can read them."""
+    heads, model = np.array(source), max(source) + 1
+    plain, ours = HeadPages(tuple(range(model)), 16, dtype), HeadPages(source, 16, dtype)
+    one, many = (CacheSpec(((kind,),) * 2, (LayerCache(0, 0), LayerCache(1, 0)), (None,)) for kind in (plain, ours))
+    theirs = made(one)
+    kv = [(array[:, :, np.maximum(heads, 0)],) for (array,) in theirs]
+    where, back = jnp.array([5, 1, 11]), jnp.array([2, 9, 4])
+    block = transfers.spill_pages(many, SIZE, kv, where)
+    assert same(block, transfers.spill_pages(one, SIZE, theirs, where))
+    blank = made(many, 1)
+    restored = transfers.restore_pages(many, blank, block, back)
+    rest = np.setdiff1d(np.arange(PAGES), back)
+    for new, old, before in zip(bits(restored), bits(kv), bits(blank), strict=True):
+        assert np.array_equal(new[back][:, :, heads >= 0], old[where][:, :, heads >= 0])
+        assert np.array_equal(new[rest], before[rest])
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_in_turn_pages_are_moved_by_one_function_in_place(cache, count):
     """What makes them quick: one call in the compiled program, which copies no whole array."""

@@ -95,6 +95,14 @@ def test_planes_fit_the_widest_heads() -> None:
         assert (cache.planes, cache.windows) == ((PAGES, other), (None,)), "no plane would do for both"
 
 
+def test_fp8_heads_of_two_widths_share_no_plane() -> None:
+    """Their scales stand behind all rows of a page: a narrower head is not the beginning of a wider one."""
+    one, two = ((HeadPages((0, 1), width, FP8),) for width in (64, 128))
+    cache = arrange([one, two, one, two], [9, None, 9, None], 4096)
+    assert (cache.planes, cache.windows) == ((one, two, one, two), (None,))
+    assert arrange([one, one], [9, None], 4096).planes == (one,), "of one width they do"
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("windows", "size"), [((None, 10), 4), ((9,), 2), ((None, 3, 17), 5)])
 def test_what_is_held_behind_a_window_is_bounded_however_long_the_text(windows, size: int, depth: int) -> None:
