@@ -51,7 +51,7 @@ def cut_layers(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
     cut["num_hidden_layers"] = layers
     if isinstance(named := hf.get("per_layer_config"), dict):  # Gemma 4
         cut["per_layer_config"] = {n: differs for n, differs in named.items() if not n.isdecimal() or int(n) < layers}
-    if shared := hf.get("num_kv_shared_layers"):  # the last of them all
+    if type(shared := hf.get("num_kv_shared_layers")) is int and shared:  # the last of them all
         cut["num_kv_shared_layers"] = max(0, layers - (have - shared))
     return cut
 

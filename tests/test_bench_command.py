@@ -70,7 +70,16 @@ def test_layers_that_are_not_there(hf: dict, layers: int) -> None:
         (["--batch", "0"], "--batch"),
         (["--prompt-len", "0"], "--prompt-len"),
         (["--layers", "2"], "--load-format random"),
-        (["--config", "b.json"], "load-format random"),
+        (["--config", "b.json"], "--config b.json has no weights: add --load-format random"),
+        (["--batch", "1", "3", "--max-num-seqs", "1"], "--batch 3 cannot run at once with --max-num-seqs 1"),
+        (
+            ["--prompt-len", "9", "--max-model-len", "50"],
+            "--prompt-len + --output-len is 73, more than --max-model-len",
+        ),
+        (
+            ["--config", CONFIG, "--load-format", "random", "--prompt-len", "5000", "--no-load-progress"],
+            "--prompt-len + --output-len 5064 exceeds the model's own limit of 256 positions",
+        ),
         (["--config", CONFIG, "--layers", "99", "--load-format", "random"], "layers must be from 1"),
         (["--load-format", "random", "--sidecar", "auto"], "--sidecar does not go with"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.common import UsageError, add_model, check_engine, load
-from jaxserve.config import EngineConfig
+from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.options import add_options, given
 
 PROMPT, OUTPUT, BATCH, ROUNDS = 512, 64, (1, 8), 3
@@ -52,7 +52,13 @@ def run(parsed: argparse.Namespace) -> int:
         more: dict[str, Any] = {"served_name": name, "prefix_caching": False}
         more |= {} if "max_num_seqs" in asked else {"max_num_seqs": max(parsed.batch)}
         more |= {} if "max_model_len" in asked else {"max_model_len": parsed.prompt_len + parsed.output_len}
-        with load(parsed, **more) as llm:
+        try:
+            llm = load(parsed, **more)
+        except ConfigError as error:
+            if "max_model_len" in asked:
+                raise
+            raise ConfigError(str(error).replace("max_model_len", "--prompt-len + --output-len")) from None
+        with llm:
             return _measure(llm, parsed)
 
 
@@ -60,13 +66,21 @@ def _check(parsed: argparse.Namespace) -> None:
     """Settle which model is meant. Raises UsageError."""
     if parsed.config is not None and parsed.model is not None:
         raise UsageError(f"give a model or --config, not both {parsed.model} and {parsed.config}")
+    asked = given(parsed, EngineConfig)
+    if (parsed.config or "").lower().endswith(".json") and asked.get("load_format") != "random":
+        raise UsageError(f"--config {parsed.config} has no weights: add --load-format random")
     parsed.model = parsed.config or parsed.model or EngineConfig.model
     for name in ("prompt_len", "output_len", "rounds"):
         if getattr(parsed, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(parsed, name)}")
     if min(parsed.batch) < 1:
         raise UsageError(f"--batch must be at least 1, got {min(parsed.batch)}")
-    if parsed.layers is not None and given(parsed, EngineConfig).get("load_format") != "random":
+    if max(parsed.batch) > (most := asked.get("max_num_seqs", max(parsed.batch))):
+        raise UsageError(f"--batch {max(parsed.batch)} cannot run at once with --max-num-seqs {most}")
+    length = parsed.prompt_len + parsed.output_len
+    if length > (longest := asked.get("max_model_len", length)):
+        raise UsageError(f"--prompt-len + --output-len is {length}, more than --max-model-len {longest}")
+    if parsed.layers is not None and asked.get("load_format") != "random":
         raise UsageError("--layers needs --load-format random: weights of a checkpoint are for all of its layers")
 
 
