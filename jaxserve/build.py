@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 import checkpoints
@@ -407,14 +406,13 @@ def _describe(
     stores: StoreTier | None,
     store: ExecutableStore,
 ) -> None:
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(programs.params))
     weight_bytes = params.nbytes(programs.specs, dtype)
     report.add(
         "model",
         name=config.served_name or config.model,
         family=model.model_type,
         format=source.format,
-        parameters=count,
+        parameters=quantization.count_numbers(programs.specs),
     )
     if model.predictors:
         report.add("model", mtp_layers=f"{len(model.predictors)}, {'loaded' if config.mtp else 'not loaded'}")

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from tiny import FIXTURES, LIMITS, idle, reference, tiny
 
+import checkpoints
 import jaxserve
 from checkpoints import TensorInfo
-from jaxserve import params, quantization
+from jaxserve import models, params, quantization
 from jaxserve.config import ConfigError, ModelConfig
+from jaxserve.declare import declare
 from jaxserve.layers import linear
 from jaxserve.models import FAMILIES
 from jaxserve.models.weights import param_specs
@@ -286,3 +288,17 @@ def test_fp8_stays_in_memory(programs_dir: str) -> None:
         (output,) = llm.generate([prompt], max_tokens=16, temperature=0.0, ignore_eos=True)
         assert output.outputs[0].token_ids == reference("qwen3_fp8_block")["greedy_ids"].tolist()
         idle(llm)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("family", ["llama3", "smollm2", "gpt_oss", "gpt_oss_mxfp4", "qwen3_fp8_block", "gemma4_dense"])
+def test_parameters_are_the_numbers_of_the_checkpoint(family: str, devices: int) -> None:
+    """Whatever padding devices bring, and however many numbers a byte holds; scales are none."""
+    with checkpoints.open_checkpoint(FIXTURES / family) as source:
+        specs = declare(models.model_config(source.config), Parallel(devices), source, "float32")
+        expected = sum(
+            int(np.prod(info.shape)) * (2 if name.endswith("_blocks") else 1)
+            for name, info in source.tensors.items()
+            if not name.endswith(("_scales", "_scale_inv"))
+        )
+    assert quantization.count_numbers(specs) == expected
