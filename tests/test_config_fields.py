@@ -19,6 +19,14 @@ def config(family: str, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "changed", "named"),
     [
+        (
+            "glm_moe_dsa",
+            {"indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 0},
+            "index_topk_freq 4 and index_skip_topk_offset 0: the first layer",
+        ),
+        ("deepseek_v32", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for deepseek_v32"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for glm4_moe"),
+        ("gemma4_dense", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "a rope for each kind"),
         ("llama3", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1 .*, got 0"),
         ("llama3", {"num_hidden_layers": 2.5}, "num_hidden_layers .* got 2.5"),
         ("llama3", {"num_attention_heads": True}, "num_attention_heads .* got True"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxserve.config import ConfigError, ModelConfig
-from jaxserve.models.deepseek_moe import deepseek_ffn
+from jaxserve.models.deepseek_moe import deepseek_ffn, only
 from jaxserve.models.family import Family, decoder_config
 from jaxserve.models.latent import latent
 
@@ -13,8 +13,8 @@ def _deepseek_v2(hf: dict[str, Any]) -> ModelConfig:
     method = hf.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
-    _only(hf, "scoring_func", "softmax")
-    _only(hf, "norm_topk_prob", False)  # implementations differ in whether routed_scaling_factor counts then
+    only(hf, "scoring_func", "softmax")
+    only(hf, "norm_topk_prob", False)  # implementations differ in whether routed_scaling_factor counts then
     grouped = hf if method == "group_limited_greedy" else {**hf, "n_group": 1, "topk_group": 1}
     ffn = deepseek_ffn(grouped, score="softmax", renormalize=False, correction=False, group_score="max")
     attention = latent(hf)
@@ -22,15 +22,8 @@ def _deepseek_v2(hf: dict[str, Any]) -> ModelConfig:
 
 
 def _deepseek_v3(hf: dict[str, Any]) -> ModelConfig:
-    _only(hf, "scoring_func", "sigmoid")
-    _only(hf, "topk_method", "noaux_tc")
     attention, predictors = latent(hf), int(hf.get("num_nextn_predict_layers") or 0)
     return decoder_config(hf, ffn=deepseek_ffn(hf), mixer=lambda layer: attention, predictors=predictors)
-
-
-def _only(hf: dict[str, Any], name: str, known: Any) -> None:
-    if hf.get(name) not in (None, known):
-        raise ConfigError(f"{name} {hf[name]!r} is not supported for {hf['model_type']} ({known!r} is)")
 
 
 FAMILIES = {

@@ -19,6 +19,9 @@ def deepseek_ffn(hf: dict[str, Any], **differs: Any) -> Callable[[int], Dense | 
     top_k, top_groups = int(need(hf, "num_experts_per_tok")), int(hf.get("topk_group") or 1)
     if experts % groups or not 1 <= top_groups <= groups or experts // groups * top_groups < top_k:
         raise ConfigError(f"n_group {groups} and topk_group {top_groups} do not fit {experts} experts, {top_k} a token")
+    if "score" not in differs:
+        only(hf, "scoring_func", "sigmoid")
+        only(hf, "topk_method", "noaux_tc")
     traits: dict[str, Any] = {
         "score": "sigmoid",
         "renormalize": bool(hf.get("norm_topk_prob", True)),
@@ -32,6 +35,12 @@ def deepseek_ffn(hf: dict[str, Any], **differs: Any) -> Callable[[int], Dense | 
     sparse = Moe(experts, width, router, kind, shared=Dense(width * shared, kind) if shared else None)
     plain, is_dense = dense(hf), _dense_layers(hf)
     return lambda layer: plain if is_dense(layer) else sparse
+
+
+def only(hf: dict[str, Any], name: str, known: Any) -> None:
+    """Raise ``ConfigError`` where the config has another value than the one that is known."""
+    if hf.get(name) not in (None, known):
+        raise ConfigError(f"{name} {hf[name]!r} is not supported for {hf['model_type']} ({known!r} is)")
 
 
 def _dense_layers(hf: dict[str, Any]) -> Callable[[int], bool]:

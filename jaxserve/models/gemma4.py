@@ -94,7 +94,10 @@ def _kv_heads(hf: dict[str, Any]) -> int:
 
 
 def _rope(hf: dict[str, Any], kind: str, dim: int) -> RopeConfig:
-    return read_rope({**hf, "rope_parameters": (hf.get("rope_parameters") or {}).get(kind) or ROPES[kind]}, dim)
+    ropes = hf.get("rope_parameters") or {}
+    if not isinstance(ropes, dict) or not all(isinstance(rope, dict) for rope in ropes.values() if rope is not None):
+        raise ConfigError(f"rope_parameters must have a rope for each kind of layer, got {ropes!r}")
+    return read_rope({**hf, "rope_parameters": ropes.get(kind) or ROPES[kind]}, dim)
 
 
 def _experts(at: Place) -> dict[str, Any]:

@@ -47,8 +47,15 @@ def _chooses(hf: dict[str, Any]) -> list[bool]:
     elif (kinds := hf.get("index_topk_pattern")) is not None:
         name, own, taken = "index_topk_pattern", "F", "S"
     else:
-        period, first = int(hf.get("index_topk_freq") or 1), int(hf.get("index_skip_topk_offset", 2))
-        return [max(layer - first + 1, 0) % period == 0 for layer in range(layers)]
+        period, skip = int(hf.get("index_topk_freq") or 1), hf.get("index_skip_topk_offset")
+        first = 2 if skip is None else int(skip)
+        found = [max(layer - first + 1, 0) % period == 0 for layer in range(layers)]
+        if not found[0]:
+            raise ConfigError(
+                f"index_topk_freq {period} and index_skip_topk_offset {first}: the first layer would go by the choice "
+                "of one before it, and there is none"
+            )
+        return found
     if len(kinds) < layers:
         raise ConfigError(f"{name} has {len(kinds)} entries for {layers} layers")
     kinds = list(kinds)[:layers]
