@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="let JAX use the GPU instead of eight CPU devices")
+    parser.addoption("--whole", action="store_true", help="every family on 1, 2, 4 and 8 devices (half an hour)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

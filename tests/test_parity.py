@@ -32,10 +32,14 @@ class Spy:
         return run
 
 
-@pytest.mark.parametrize(
-    ("family", "tensor_parallel"),
-    [(family, count) for number, family in enumerate(FAMILIES) for count in (1, (2, 8)[number % 2])] + [("kimi_k2", 4)],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each family on one device, and on 2 or 8; with ``--whole`` on 1, 2, 4 and 8."""
+    if metafunc.definition.originalname == "test_reference_numbers":
+        counts = [(1, 2, 4, 8)] * 2 if metafunc.config.getoption("--whole") else [(1, 2), (1, 8)]
+        cases = [(family, count) for number, family in enumerate(FAMILIES) for count in counts[number % 2]]
+        metafunc.parametrize(("family", "tensor_parallel"), cases)
+
+
 def test_reference_numbers(family: str, tensor_parallel: int, programs_dir: str) -> None:
     """Greedy ids equal and every logit within 1e-3, on one device and sharded (8: more devices than heads)."""
     ref = reference(family)
