@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import functools
+import gc
 import queue
 import random
 import threading
@@ -207,6 +208,7 @@ class LLM:
         if self._listener is not None:
             jax.monitoring.unregister_event_duration_listener(self._listener)
             self._listener = None
+        gc.collect()  # engines of before: their programs hold thousands of mappings, of which a process has 65,530
 
     def __enter__(self) -> Self:
         return self
