@@ -7,8 +7,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64
 """Rows that one wgmma multiplies."""
-MASKED = -1e30
-"""A score that no query sees; finite, so that a row that sees nothing stays finite too."""
 
 
 def tiled(*shape: int, dtype: Any, widest: int = 128) -> Any:

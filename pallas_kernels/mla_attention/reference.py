@@ -9,9 +9,7 @@ from jax import lax
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.mla_attention.case import Case
-
-MASKED = -1e30
-"""A score no query sees; finite, so that a row that sees nothing stays finite too."""
+from pallas_kernels.scores import MASKED, product_dtype
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Of an online softmax: the largest score so far, the sum of weights, and the weighted sum of values."""
@@ -44,7 +42,7 @@ def mla_attention(
     rows, queries, heads, width = q.shape
     tables, count = _padded(tables, pages.shape[1], chunk)
     span = count * pages.shape[1]
-    dtype = _dtype(pages, heads * queries)
+    dtype = product_dtype(pages, heads * queries)
     flat = q.reshape(rows, queries * heads, width).astype(dtype)
     position = starts[:, None] + jnp.repeat(jnp.arange(queries), heads)  # [N, Q*H]
 
@@ -86,7 +84,7 @@ def mla_prefill(
     rows, queries, heads, _ = q.shape
     tables, count = _padded(tables, pages.shape[1], chunk)
     span = count * pages.shape[1]
-    dtype = _dtype(pages, queries)
+    dtype = product_dtype(pages, queries)
     flat = q.swapaxes(1, 2).astype(dtype)  # [N, H, Q, n + r]
     ends = starts + counts
     begins = jnp.concatenate([jnp.array([True]), (tables[1:] != tables[:-1]).any(1)])
@@ -120,12 +118,6 @@ def mla_prefill(
     state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, values)))
     _, total, out = lax.fori_loop(0, begins.sum(), sequence, state)
     return (out / jnp.where(total == 0, 1, total)[..., None]).swapaxes(1, 2)
-
-
-def _dtype(pages: jax.Array, queries: int) -> jnp.dtype:
-    """What products are made in; for few queries XLA's CPU backend is quicker in float32, conversion included."""
-    few = queries < 16
-    return jnp.dtype(jnp.float32 if few else jnp.bfloat16 if pages.dtype == jnp.uint8 else pages.dtype)
 
 
 def _padded(tables: jax.Array, page_size: int, chunk: int) -> tuple[jax.Array, int]:

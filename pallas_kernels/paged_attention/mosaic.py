@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.hopper import MASKED, ROWS, tiled
+from pallas_kernels.hopper import ROWS, tiled
 from pallas_kernels.paged_attention.case import Case
+from pallas_kernels.scores import MASKED
 
 DTYPES = ("bfloat16", "float16")
 

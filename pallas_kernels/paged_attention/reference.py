@@ -11,9 +11,7 @@ from jax import lax
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.paged_attention.case import Case
-
-MASKED = -1e30
-"""A score no query sees; finite, so that a row that sees nothing stays finite too."""
+from pallas_kernels.scores import MASKED, product_dtype
 
 
 def declines(case: Case, kernels: Kernels) -> str | None:
@@ -51,9 +49,8 @@ def paged_attention(
     span = count * page_size
     if tables.shape[1] % count:
         tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
-    few = group * queries < 16  # XLA's CPU backend is quicker in float32 there, conversion included
     fp8 = pages.dtype == jnp.uint8
-    dtype = jnp.float32 if few else jnp.bfloat16 if fp8 else pages.dtype
+    dtype = product_dtype(pages, group * queries)
     flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, dim).astype(dtype)
     position = starts[:, None] + jnp.tile(jnp.arange(queries), group)  # [N, g*Q]
 

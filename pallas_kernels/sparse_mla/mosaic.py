@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.hopper import MASKED, ROWS, tiled
+from pallas_kernels.hopper import ROWS, tiled
+from pallas_kernels.scores import MASKED
 from pallas_kernels.sparse_mla.case import Case
 
 PARTS = 4

@@ -7,10 +7,9 @@ from jax import lax
 
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.scores import MASKED, product_dtype
 from pallas_kernels.sparse_mla.case import Case
 
-MASKED = -1e30
-"""A score of no row; finite, so that a token that attends to nothing stays finite too."""
 BUDGET = 1 << 24
 """Gathered channels that may stand in memory at once."""
 
@@ -39,7 +38,7 @@ def sparse_mla(
     rows = jnp.where(entry < counts[:, None], rows, -1)
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % size)), constant_values=-1)
     fp8 = pages.dtype == jnp.uint8
-    dtype = jnp.float32 if heads < 16 else jnp.bfloat16 if fp8 else pages.dtype  # as in paged_attention
+    dtype = product_dtype(pages, heads)
     flat = pages.reshape(-1, pages.shape[-1])
     q = q.astype(dtype)
 
