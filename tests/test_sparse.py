@@ -188,7 +188,8 @@ def test_fp8_weights_of_the_indexer_mean_what_is_on_disk(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         test_quantization, "is_quantized", lambda name, array: array.ndim == 2 and bool(re.search(r"wq_b|wk\.", name))
     )
-    cfg, parallel = models.model_config(BASE | {"num_hidden_layers": 1, "index_head_dim": 12}), Parallel(2)
+    one_layer = {"num_hidden_layers": 1, "index_head_dim": 12, "layer_types": None, "mlp_layer_types": None}
+    cfg, parallel = models.model_config(BASE | one_layer), Parallel(2)
     block = test_quantization.BLOCK
     fp8, plain = test_quantization.checkpoints_of(cfg, "weight_scale_inv")
     specs = test_quantization.specs_of(cfg, parallel, fp8)
