@@ -8,6 +8,7 @@ import numpy as np
 from jaxserve.buckets import Buckets, StepBucket, pad_to
 from jaxserve.host_tier import Restore, Spill
 from jaxserve.request import MAX_LOGIT_BIAS
+from jaxserve.residency import NO_REGION, Residency
 from jaxserve.sequence import Chunk, Sequence, StepPlan
 from jaxserve.watermark.slots import MarkRow, MarkSlots
 
@@ -35,6 +36,8 @@ _COLUMN = {name: i for i, (name, _) in enumerate(CHOICE_FIELDS)}
 
 COPIES = 8
 """Pages that one call copies."""
+FETCHES = 16
+"""Pages that one call brings from the host to frames."""
 
 PROMPT_BIT = 1 << 15
 """In a slot's counts: the token stands in the prompt. The bits below count its appearances in the output."""
@@ -88,20 +91,22 @@ class StepBatch:
     restores: list[Restore]
     copies: list[np.ndarray]
     """int32 ``[2, COPIES]`` each: pages to copy first, from and to. Padding copies page 0 to itself."""
+    fetches: list[np.ndarray]
+    """int32 ``[2, FETCHES]`` each: pages whose latents go from the host to frames, after all that. Padding: 0 to 0."""
 
 
-def ints_size(bucket: StepBucket, groups: int, width: int) -> int:
-    """Length of ``StepBatch.ints``: tables ``[groups, N, W]``, spans ``[2, N]``, slots ``[R]``, prompt tokens
-    ``[B*Q]``."""
-    return bucket.rows * (groups * width + 2) + bucket.tokens
+def ints_size(bucket: StepBucket, tables: int, width: int) -> int:
+    """Length of ``StepBatch.ints``: ``tables [tables, N, W]``, spans ``[2, N]``, regions ``[N]``, slots ``[R]``, prompt
+    tokens ``[B*Q]``."""
+    return bucket.rows * (tables * width + 3) + bucket.tokens
 
 
-def split_ints(ints, bucket: StepBucket, groups: int, width: int):
-    """Views (tables, spans, slots, tokens) of ``ints``; works on numpy and on traced arrays alike."""
+def split_ints(ints, bucket: StepBucket, tables: int, width: int):
+    """Views (tables, spans, regions, slots, tokens) of ``ints``; works on numpy and on traced arrays alike."""
     rows = bucket.rows
-    a, b = rows * groups * width, rows * (groups * width + 2)
-    c = b + bucket.decodes
-    return ints[:a].reshape(groups, rows, width), ints[a:b].reshape(2, rows), ints[b:c], ints[c:]
+    a, b, c = rows * tables * width, rows * (tables * width + 2), rows * (tables * width + 3)
+    d = c + bucket.decodes
+    return ints[:a].reshape(tables, rows, width), ints[a:b].reshape(2, rows), ints[b:c], ints[c:d], ints[d:]
 
 
 class Packer:
@@ -109,7 +114,7 @@ class Packer:
 
     ``width`` is the pages of the longest sequence, ``groups`` how many tables it has; slot ``max_num_seqs`` is the dump
     that padding rows write to. ``stop_ids`` are the model's end-of-sequence tokens. ``marks`` is there where the engine
-    marks.
+    marks, ``residency`` where latents are the host's: then the last table has the frames of the first one's pages.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Packer:
         groups: int = 1,
         stop_ids: tuple[int, ...] = (),
         marks: MarkSlots | None = None,
+        residency: Residency | None = None,
     ):
         self.buckets = buckets
         self.groups = groups
@@ -130,6 +136,7 @@ class Packer:
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
         self.marks = marks
+        self.residency = residency
         self.tables = np.zeros((groups, max_num_seqs + 1, width), np.int32)
         self.choice = np.zeros((max_num_seqs + 1, len(CHOICE_FIELDS)), np.int32)
         self.choice[:, _COLUMN["slot"]] = np.arange(max_num_seqs + 1)
@@ -147,8 +154,11 @@ class Packer:
         block = self.buckets.block
         bucket = self.buckets.step(len(decodes), sum(-(-c.count // block) for c in chunks))
         slot_rows, mark_rows = self._refresh(plan)
-        ints = np.zeros(ints_size(bucket, self.groups, self.width), np.int32)
-        tables, spans, slots, tokens = split_ints(ints, bucket, self.groups, self.width)
+        count = self.groups + (self.residency is not None)
+        ints = np.zeros(ints_size(bucket, count, self.width), np.int32)
+        every, spans, regions, slots, tokens = split_ints(ints, bucket, count, self.width)
+        tables = every[: self.groups]
+        regions[:] = NO_REGION
         slots[:] = self.dump
         picks = np.zeros(self.buckets.sample_rows(bucket), np.int32)
         rows = np.full(len(picks), self.dump)
@@ -164,6 +174,8 @@ class Packer:
             picks[:sampled] = np.arange(sampled)
             rows[:sampled] = mine
             positions[:sampled] = computed
+            if self.residency is not None:
+                regions[:sampled] = [_region(seq) for seq in decodes]
         prompt_rows: list[PromptRows] = []
         row = 0
         for chunk in chunks:
@@ -173,6 +185,7 @@ class Packer:
             starts = np.arange(blocks, dtype=np.int32) * block
             spans[0, where] = chunk.start + starts
             spans[1, where] = np.minimum(chunk.count - starts, block)
+            regions[where] = _region(seq)
             tokens[row * block : row * block + chunk.count] = seq.tokens(chunk.start, chunk.start + chunk.count)
             first = bucket.decodes + row * block
             if chunk.final:
@@ -183,6 +196,8 @@ class Packer:
             if seq.params.prompt_logprobs is not None:
                 prompt_rows += self._prompt_rows(chunk, first)
             row += blocks
+        if self.residency is not None:
+            every[-1] = self.residency.frame[tables[0]]
         choice = self.choice[rows]
         choice[:, _COLUMN["position"]] = positions
         live = choice[:sampled]
@@ -211,7 +226,8 @@ class Packer:
             prompt_rows,
             plan.spills,
             plan.restores,
-            pack_copies(plan.copies),
+            pack_pairs(plan.copies, COPIES),
+            pack_pairs(plan.fetches, FETCHES),
         )
 
     def _refresh(self, plan: StepPlan) -> tuple[list[tuple[int, SlotRow]], list[tuple[int, MarkRow]]]:
@@ -323,12 +339,18 @@ class Packer:
         return out
 
 
-def pack_copies(copies: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Pairs of pages as blocks of COPIES."""
+def _region(seq: Sequence) -> int:
+    """As the step is told: see ``pallas_kernels.resolver``. From then on what is in it is the sequence's."""
+    new, seq.region_is_new = seq.region_is_new, False
+    return ~seq.region - 1 if new else seq.region
+
+
+def pack_pairs(pairs: list[tuple[int, int]], size: int) -> list[np.ndarray]:
+    """Pairs of pages as blocks of ``size``."""
     blocks = []
-    for start in range(0, len(copies), COPIES):
-        block = np.zeros((2, COPIES), np.int32)
-        some = copies[start : start + COPIES]
+    for start in range(0, len(pairs), size):
+        block = np.zeros((2, size), np.int32)
+        some = pairs[start : start + size]
         block[:, : len(some)] = np.array(some, np.int32).T
         blocks.append(block)
     return blocks

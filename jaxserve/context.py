@@ -45,7 +45,8 @@ class Setting:
 
 
 class Context(NamedTuple):
-    """What the layers share in a step; ``groups`` are those of the cache."""
+    """What the layers share in a step; ``groups`` are those of the cache, and where latents are the host's one more:
+    the frames of the pages, or -1."""
 
     rope: tuple[jax.Array, ...]  # float32 [2, T, dim / 2]: cos and sin of each of the model's ropes
     slots: jax.Array  # int32 [groups, T]: page * G + offset that each token is written to; -1: padding
@@ -54,6 +55,7 @@ class Context(NamedTuple):
     spans: jax.Array  # int32 [2, N]: position of the row's first query, and how many queries are real
     tokens: jax.Array | None = None  # int32 [T], where layers have embeddings of their own
     embedded: jax.Array | None = None  # float32 [T, E]: what the first layer is handed, there too
+    regions: jax.Array | None = None  # int32 [N]: of each row, where latents are the host's (see ``residency``)
 
     @property
     def real(self) -> jax.Array:

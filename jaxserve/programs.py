@@ -28,6 +28,7 @@ from jaxserve.host_tier import SIZES
 from jaxserve.layer_spec import LayerSpec
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
+from jaxserve.residency import HotShape
 from jaxserve.sharding import sharding
 from jaxserve.watermark import marking
 from jaxserve.watermark.slots import ROW, MarkSpec
@@ -92,6 +93,8 @@ class ProgramSet:
     """Which implementations of the kernels."""
     layers_per_program: int | None
     """0 means all; None one where there are prompt tokens, DECODE_LAYERS elsewhere."""
+    hot: HotShape | None = None
+    """What the devices hold of latents whose home is the host; None: the devices are their home."""
 
     def segments(self, bucket: StepBucket) -> tuple[Segment, ...]:
         """The calls that a step of this shape makes."""
@@ -121,6 +124,11 @@ class ProgramSet:
     def groups(self) -> int:
         """Groups of layers, each with pages of its own."""
         return len(self.cache.windows)
+
+    @property
+    def tables(self) -> int:
+        """Tables of a row: its pages in each group, and their frames where it may read from the host."""
+        return self.groups + (self.hot is not None)
 
     @property
     def last_token(self) -> Abstract:
@@ -156,11 +164,12 @@ class ProgramSet:
         tokens = self.array((bucket.tokens,), jnp.int32)
         return Context(
             tuple(self.array((2, bucket.tokens, rope.dim // 2), jnp.float32) for rope in self.cfg.ropes),
-            self.array((self.groups, bucket.tokens), jnp.int32),
+            self.array((self.tables, bucket.tokens), jnp.int32),
             self.array((bucket.tokens,), jnp.int32),
-            self.array((self.groups, bucket.rows, self.width), jnp.int32),
+            self.array((self.tables, bucket.rows, self.width), jnp.int32),
             self.array((2, bucket.rows), jnp.int32),
-            *((tokens, self.hidden(bucket.tokens)) if self.cfg.embeds_per_layer else ()),
+            *((tokens, self.hidden(bucket.tokens)) if self.cfg.embeds_per_layer else (None, None)),
+            None if self.hot is None else self.array((bucket.rows,), jnp.int32),
         )
 
     def between(self, bucket: StepBucket) -> Hidden:
@@ -277,15 +286,17 @@ class ProgramSet:
 
     def embed(self, bucket: StepBucket) -> Program:
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[Hidden, Context]:
-            tables, spans, slots, tokens = split_ints(ints, bucket, self.groups, self.width)
+            tables, spans, regions, slots, tokens = split_ints(ints, bucket, self.tables, self.width)
             ctx = context(self.cfg, bucket, self.page_size, tables, spans)
+            if self.hot is not None:
+                ctx = ctx._replace(regions=regions)
             tokens = jnp.concatenate([last_token[slots], tokens])
             embedded = decoder.embed(self.cfg, table, tokens)
             if self.cfg.embeds_per_layer:
                 ctx = ctx._replace(tokens=tokens, embedded=embedded)
             return hidden(self.cfg, embedded), ctx
 
-        ints = self.array((ints_size(bucket, self.groups, self.width),), jnp.int32)
+        ints = self.array((ints_size(bucket, self.tables, self.width),), jnp.int32)
         out = (self.between(bucket), self.context(bucket))
         return self._program(f"embed {bucket}", embed, (self.params["embed"], self.last_token, ints), (), out)
 

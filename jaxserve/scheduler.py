@@ -19,11 +19,13 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from typing import Literal
 
 from jaxserve.host_tier import Block, Restore
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import Hit, PrefixCache, in_order
 from jaxserve.request import FinishReason
+from jaxserve.residency import TAIL, Residency
 from jaxserve.sequence import Chunk, Sequence, Status, StepPlan
 
 CHEAP, DEAR = 2, 4
@@ -37,13 +39,22 @@ class Scheduler:
 
     ``prompt_tokens`` is the budget of prompt tokens a step, a multiple of ``block``: a chunk occupies whole blocks.
     Of a sequence without a ``chain`` nothing is reused. ``cache`` is over the same pool; by default it has no tiers.
+    ``residency`` is there where latents are the host's.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_num_seqs: int, prompt_tokens: int, block: int, cache: PrefixCache | None = None
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        prompt_tokens: int,
+        block: int,
+        cache: PrefixCache | None = None,
+        residency: Residency | None = None,
     ):
         self.pool = pool
         self.cache = cache or PrefixCache(pool)
+        self.residency = residency
         self.max_num_seqs = max_num_seqs
         self.groups = len(pool.windows)
         self.blocks = prompt_tokens // block
@@ -67,6 +78,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a step in flight is collected."""
         self.cache.back_up()
+        if self.residency is not None:
+            self.residency.settle(self.running)
         self._make_way()
         before = self.preemptions
         plan = StepPlan(self._run_on(), [])
@@ -82,6 +95,8 @@ class Scheduler:
             return None
         plan.spills.extend(self.cache.spills)
         self.cache.spills.clear()
+        if self.residency is not None:
+            plan.fetches.extend(self.residency.take_fetched())
         return plan
 
     def _make_way(self) -> None:
@@ -167,8 +182,8 @@ class Scheduler:
         pages = self.pool.pages_for(end)
         needs = [max(0, pages - len(table)) for table in seq.pages]
         need = sum(needs)
-        while (fresh := self.pool.take(need)) is None:
-            if sum(len(in_order(s.pages)) for s in self.leaving) + self.pool.free >= need:
+        while (fresh := self._take(need)) is None:
+            if self.leaving and sum(len(in_order(s.pages)) for s in self.leaving) + self.pool.free >= need:
                 return False  # enough comes back when the step in flight is collected
             victim = self._victim(seq)
             self._preempt(victim)
@@ -178,7 +193,15 @@ class Scheduler:
             table += fresh[:count]
             del fresh[:count]
         seq.room = min(map(len, seq.pages)) * self.pool.page_size
+        if self.residency is not None:
+            self.residency.grow(seq, need)
         return True
+
+    def _take(self, need: int) -> list[int] | None:
+        """Pages that the devices have room for, or None."""
+        if self.residency is not None and not self.residency.make_room(need, self.running):
+            return None
+        return self.pool.take(need)
 
     def _shift(self, seq: Sequence, position: int) -> None:
         """Give back the pages that no token from ``position`` on looks at."""
@@ -230,6 +253,8 @@ class Scheduler:
         """Plan the next chunk of ``seq`` in at most ``blocks`` blocks, as far as it has pages; returns how many it
         takes."""
         count = min(seq.prefill_end, seq.room, seq.computed + blocks * self.block) - seq.computed
+        if self.residency is not None and seq.region >= 0:
+            count = min(count, self.residency.shape.chunk)
         if count <= 0:
             return 0
         start, seq.computed = seq.computed, seq.computed + count
@@ -242,7 +267,8 @@ class Scheduler:
         if self._need(seq, hit) + reserve > self.pool.free and not (self.running or self.leaving):
             hit, reserve = self._without_copies(seq, hit), 0
         need = self._need(seq, hit)
-        if need + reserve > self.pool.free:
+        place = self._place(hit, need) if need + reserve <= self.pool.free else None
+        if place is None:
             self.cache.let_go(hit.pinned)
             return False
         pages = self.pool.take(need) or []
@@ -251,12 +277,22 @@ class Scheduler:
             seq.cached = hit.tokens
         seq.loaded, seq.fetched = _sources(hit), False
         self._fill(seq, hit, pages, plan)
+        if self.residency is not None:
+            self.residency.enter(seq, hit, host_backed=place == "host")
         seq.slot = self.free_slots.pop()
         seq.status, seq.computed, seq.prefill_end = Status.RUNNING, hit.tokens, len(seq)
         bisect.insort(self.running, seq, key=lambda s: s.order)
         for key in self._keys(seq, hit.tokens // self.pool.page_size):
             self._coming.setdefault(key, seq)
         return True
+
+    def _place(self, hit: Hit, need: int) -> Literal["device", "host"] | None:
+        """Where a sequence with so many pages beside those of its hit can begin; None: nowhere yet."""
+        if self.residency is None:
+            return "device"
+        if need + len(hit.held) <= self.residency.usable:
+            return "device" if self.residency.make_room(need, self.running, hit.held) else None
+        return "host" if self.residency.make_room(TAIL, self.running) and self.residency.has_region else None
 
     def _fill(self, seq: Sequence, hit: Hit, fresh: list[int], plan: StepPlan) -> None:
         """Give ``seq`` the pages of its hit, and ``fresh`` ones, which the plan fills if it can."""
@@ -375,6 +411,8 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
     def _release(self, seq: Sequence) -> None:
+        if self.residency is not None:
+            self.residency.leave(seq)
         if seq.chain is not None:
             self._computed(seq)
             returns = seq.status is Status.WAITING
@@ -390,6 +428,8 @@ class Scheduler:
         holders = self.running + self.leaving
         self.pool.check(page for seq in holders for page in in_order(seq.pages))
         self.cache.check()
+        if self.residency is not None:
+            self.residency.check(holders)
         slots = sorted([*self.free_slots, *(seq.slot for seq in holders)])
         if slots != list(range(self.max_num_seqs)):
             raise AssertionError(f"slots {slots} are not 0 .. {self.max_num_seqs - 1}")

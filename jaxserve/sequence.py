@@ -55,6 +55,12 @@ class Sequence:
     """How many those are, all at the beginning."""
     room: int = 0
     """Tokens that all groups have pages for."""
+    region: int = -1
+    """Where its latents are the host's: the buffer it reads them through; -1 while the devices have them all."""
+    region_is_new: bool = False
+    """What is in the buffer is another's."""
+    host_from: int = 0
+    """How many of its pages, from the first, it does not need on the devices."""
     computed: int = 0
     prefill_end: int = 0
     """Prompt (and, after a preemption, output) tokens that are prefilled in chunks before decoding goes on."""
@@ -142,6 +148,8 @@ class StepPlan:
     spills: list[Spill] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    fetches: list[tuple[int, int]] = field(default_factory=list)
+    """Pages and the frames on the devices that get their latents from the host, after all that (see ``residency``)."""
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -11,6 +11,7 @@ from jaxserve.host_tier import HostTier
 from jaxserve.pages import PagePool
 from jaxserve.prefix_cache import PrefixCache, in_order
 from jaxserve.request import SamplingParams
+from jaxserve.residency import HotShape, Residency
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence, Status, StepPlan
 
@@ -75,6 +76,10 @@ class World:
     """Turns that a read takes."""
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers."""
+    hot: HotShape | None = None
+    """What the devices hold, where all pages are the host's."""
+    frames: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """(frame, offset) -> what ``kv`` has for its page."""
     kv: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     """(page, offset) -> (group, position, token)."""
     last_token: dict[int, int] = field(default_factory=dict)
@@ -102,7 +107,8 @@ class World:
         self.cache = PrefixCache(pool, "", self.tier if self.records else None, self.store) if self.reuse else None
         self.waited = 0
         limits = {"max_num_seqs": self.slots, "prompt_tokens": self.blocks * BLOCK, "block": BLOCK}
-        self.scheduler = Scheduler(pool, **limits, cache=self.cache)
+        self.residency = None if self.hot is None else Residency(self.hot, self.pages + 1, self.page_size)
+        self.scheduler = Scheduler(pool, **limits, cache=self.cache, residency=self.residency)
 
     def run(self, wishes: list[Wish]) -> list[Sequence]:
         everything = self.pages * self.page_size
@@ -194,7 +200,8 @@ class World:
             for seq in gone:
                 self.preempted.setdefault(seq.arrival, []).append(self.now)
             yielded = best is not None and all(s.priority > best for s in gone)
-            assert yielded or demand > supply, "preempted though the pages would have sufficed"
+            enough = demand <= supply and self.residency is None
+            assert yielded or not enough, "preempted though the pages would have sufficed"
             assert first.status is Status.RUNNING or best < first.priority, "the first in order was preempted"
         admitted = [s for s in waiting if s.status is Status.RUNNING]
         left = [s for s in scheduler.waiting if s in waiting]
@@ -259,6 +266,11 @@ class World:
             for offset in range(self.page_size):
                 if (source, offset) in before:
                     self.kv[target, offset] = before[source, offset]
+        for page, frame in plan.fetches:
+            assert self.residency.frame[page] == frame
+            for offset in range(self.page_size):
+                self.frames.pop((frame, offset), None)
+            self.frames |= {(frame, offset): content for offset, content in self.page(page).items()}
         for seq in plan.decodes:
             self.write(seq, seq.computed - 1, self.last_token[seq.slot])
         for chunk in plan.chunks:
@@ -281,6 +293,10 @@ class World:
             for position in range(0 if window is None else max(0, start - window + 1), seq.computed):
                 page, offset = table[position // self.page_size], position % self.page_size
                 assert self.kv[page, offset] == (group, position, word(self.topic(seq), position))
+                if self.residency is not None:
+                    frame = self.residency.frame[page]
+                    assert frame >= 0 or seq.region >= 0, "a sequence without a region reads from the host"
+                    assert frame < 0 or self.frames[frame, offset] == self.kv[page, offset], "a frame is stale"
 
     def write(self, seq: Sequence, position: int, token: int) -> None:
         for group, table in enumerate(seq.pages):
@@ -288,6 +304,8 @@ class World:
             assert page > 0
             assert self.scheduler.pool.holders(page) == 1, "a page that others read is written"
             self.kv[page, position % self.page_size] = (group, position, token)
+            if self.residency is not None and (frame := self.residency.frame[page]) >= 0:
+                self.frames[frame, position % self.page_size] = (group, position, token)
 
     def page(self, page: int) -> dict[int, tuple[int, int, int]]:
         return {offset: self.kv[page, offset] for offset in range(self.page_size) if (page, offset) in self.kv}

@@ -127,7 +127,7 @@ def test_every_row_points_at_its_own_pages_and_tokens(seed: int, depth: int, pag
     count = 0
     for plan, batch, _ in steps(seed, depth, pages):
         count += 1
-        tables, spans, slots, tokens = split_ints(batch.ints, batch.bucket, 1, WIDTH)
+        tables, spans, _, slots, tokens = split_ints(batch.ints, batch.bucket, 1, WIDTH)
         assert batch.ints.dtype == np.int32
         assert len(batch.ints) == ints_size(batch.bucket, 1, WIDTH)
         decodes, rows = batch.bucket.decodes, batch.bucket.rows
