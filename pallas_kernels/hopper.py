@@ -1,9 +1,14 @@
 """What the Mosaic GPU kernels for Hopper share."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Kernels
 
 ROWS = 64
 """Rows that one wgmma multiplies."""
@@ -15,3 +20,17 @@ def tiled(*shape: int, dtype: Any, widest: int = 128) -> Any:
     swizzle = min(plgpu.find_swizzle(shape[-1] * size * 8), widest)
     tiling, swizzling = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
+def accumulated(start: jax.Array, multiply: Callable[[Any], None], kernels: Kernels) -> jax.Array:
+    """``start`` and what ``multiply`` adds to the accumulator that it is given. The interpreter knows no accumulators
+    that begin with something: there the sum is made afterwards."""
+    if not kernels.interpreted:
+        return pl.run_state(multiply)(plgpu.ACC.init(start))
+
+    def alone(acc: Any) -> jax.Array:
+        multiply(acc)
+        return acc[...]
+
+    rows, columns = start.shape
+    return start + pl.run_scoped(alone, plgpu.ACC((rows, columns), start.dtype))

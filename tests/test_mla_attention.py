@@ -126,7 +126,7 @@ def test_both_forms_agree() -> None:
     np.testing.assert_allclose(np.asarray(out)[real], np.einsum("bqhr,hdr->bqhd", mixed, at.v_up)[real], atol=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "heads", "queries"), [("uint8", 128, 1), ("bfloat16", 3, 4)])
+@pytest.mark.parametrize(("dtype", "heads", "queries"), [("uint8", 128, 1), ("bfloat16", 3, 2)])
 def test_the_kernel_for_hopper_equals_the_reference(dtype: str, heads: int, queries: int) -> None:
     """In the interpreter: padding rows, contexts of one token, at a page's border and longer than a step of it."""
     rank, rope, size = 128, 64, 16

@@ -23,10 +23,10 @@ def attend(q: np.ndarray, context: np.ndarray) -> np.ndarray:
 
 
 def case(dtype: str, heads: int, rope: int = ROPE, most: int = K, count: int = P):
-    """Pages whose unwritten slots are poison; rows in any order, the last one's entries with holes of -1."""
+    """Pages whose unwritten slots are poison, the first one too; rows in any order, the last token's with holes."""
     rng = np.random.default_rng(heads)
     q = rng.standard_normal((TOKENS, heads, RANK + rope), np.float32)
-    written = rng.permutation(count * G)[: count * G // 2 + 4].astype(np.int32)
+    written = rng.permutation(np.arange(1, count * G, dtype=np.int32))[: count * G // 2 + 4]
     latents = rng.standard_normal((len(written), RANK + rope), np.float32)
     if dtype == "uint8":
         pages = jnp.full((count, G, records.latent_bytes(RANK, rope)), 0x7F, jnp.uint8)  # NaN
@@ -60,13 +60,17 @@ def test_attention(dtype: str, heads: int, chunk: int | None) -> None:
     assert not np.asarray(got[2]).any()
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [("uint8", 4), ("bfloat16", 65)])
-def test_the_kernel_for_hopper(dtype: str, heads: int) -> None:
-    """In the interpreter: more rows than a step, more heads than a tile."""
-    args, expected = case(dtype, heads, rope=64, most=70, count=40)
-    got = sparse_mla(*map(jnp.asarray, args), rank=RANK, scale=SCALE, kernels=Kernels("mosaic"))
-    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-2)
-    assert not np.asarray(got[2]).any()
+@pytest.mark.parametrize(("dtype", "heads", "programs"), [("uint8", 65, 1), ("bfloat16", 4, 99)])
+def test_the_kernel_for_hopper(dtype: str, heads: int, programs: int) -> None:
+    """In the interpreter: more rows than a step, in one program and in several; more heads than a tile; holes, and
+    nothing but holes, while the cache's first row is poison."""
+    (q, pages, rows, counts), expected = case(dtype, heads, rope=64, most=130, count=70)
+    some = [1, 5]
+    rows[1] = -1
+    expected[1] = 0
+    args = (jnp.asarray(x) for x in (q[some], pages, rows[some], counts[some]))
+    got = sparse_mla(*args, rank=RANK, scale=SCALE, kernels=Kernels("mosaic"), programs=programs)
+    np.testing.assert_allclose(got, expected[some], rtol=0, atol=3e-2)
 
 
 def test_nothing_behind_the_count_is_read() -> None:
