@@ -1,4 +1,4 @@
-"""Copies between a pool of records and the latents, against numpy: by jnp, and by the functions of ``rows.cu`` built
+"""Copies between a pool of records and the latents, against numpy: by jnp, and by the CUDA functions built
 for a CPU, which XLA calls as it will call those for a GPU."""
 
 import shutil
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import host_rows, resolver
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.host_rows import Pinned, build, foreign
 
 P, G, FRAMES = 6, 4, 5
@@ -142,6 +143,45 @@ def test_latents_stay_where_they_are(kind: str) -> None:
     analysis = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes == 4096 * 32 * 656
     assert analysis.temp_size_in_bytes < 4096 * 32 * 656 // 8
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 9, 4), (2, 40, 90, 30, 32), (3, 500, 1600, 60, 64)])
+def test_the_resolver_for_a_gpu(library, shape: tuple[int, ...]) -> None:
+    """All that the reference answers, over many steps: more entries than slots, less than threads, several a thread."""
+    queries, top_k, slots, width, size = shape
+    rows, regions, steps = 3, 4, 100 if slots < 1000 else 8
+    rng = np.random.default_rng(slots)
+    length = width * size
+    popular = rng.permutation(length + 3)[: slots + 5] - 1  # beyond the tables too, and -1
+    chosen = popular[(len(popular) * rng.random((steps, rows, queries, top_k)) ** 2).astype(int)].astype(np.int32)
+    pages = np.broadcast_to(rng.permutation(rows * width).reshape(rows, width), (steps, rows, width)).astype(np.int32)
+    frames = np.where(rng.random((steps, rows, width)) < 0.3, rng.integers(0, 50, pages.shape), -1).astype(np.int32)
+    whose = np.stack([rng.permutation(regions + 1)[:rows] for _ in range(steps)])  # one region too many: none
+    whose = np.where(rng.random(whose.shape) < 0.2, -2 - whose, whose).astype(np.int32)
+    whose[::7, 0] = resolver.NO_REGION
+
+    def run(resolve):
+        def one(hot, now):
+            plan, hot = resolve(*now, hot, page_size=size, first=77)
+            return hot, (plan, hot)
+
+        return jax.jit(lambda *args: jax.lax.scan(one, resolver.empty(regions, slots), args)[1])(
+            chosen, pages, frames, whose
+        )
+
+    expected, got = run(resolver.resolve), run(resolver.foreign.resolve)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert all(np.asarray(count).any() for count in (expected[0].hits, expected[0].misses, expected[0].lost))
+
+
+def test_which_resolver_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, hopper = resolver.Case(2048, 4096), Kernels("auto", "NVIDIA H200", "9.0")
+    assert "no NVIDIA GPU" in str(resolver.choose(case, Kernels()))
+    assert "kernels is reference" in str(resolver.choose(case, REFERENCE))
+    assert "host_rows.build" in str(resolver.choose(case, hopper))
+    monkeypatch.setattr(resolver.foreign, "unavailable", lambda: None)
+    assert str(resolver.choose(case, hopper)) == "foreign"
+    assert "do not fit shared memory" in str(resolver.choose(resolver.Case(16384, 32768), hopper))
 
 
 def test_what_is_read_after_a_plan_is_what_was_chosen(kind: str) -> None:

@@ -16,7 +16,7 @@ G, W = 2, 6
 SPAN = G * W
 FIRST = 1000
 N, Q, K = 3, 2, 3
-REGIONS, SLOTS = 4, 7
+REGIONS, SLOTS = 4, 5
 step = jax.jit(partial(resolve, page_size=G, first=FIRST))
 
 
@@ -54,7 +54,7 @@ class Model:
             page, offset = divmod(position, self.page_size)
             if position >= 0 and page < len(frames) and frames[page] >= 0:
                 rows.append(frames[page] * self.page_size + offset)
-            elif position >= 0 and region != NO_REGION and page < len(frames):
+            elif region != NO_REGION and position in self.held[region] and page < len(frames):
                 rows.append(FIRST + region * self.slots + self.held[region][position])
             else:
                 rows.append(-1)
@@ -71,7 +71,7 @@ class Model:
         for n in range(shape[0]):
             rows, copies, hits, lost = self.row(positions[n], pages[n], frames[n], int(regions[n]))
             assert plan.rows[n].reshape(-1).tolist() == rows
-            padding = [-1] * (shape[1] * shape[2] - len(copies))
+            padding = [-1] * (min(shape[1] * shape[2], self.slots) - len(copies))
             assert plan.sources[n].tolist() == [source for source, _ in copies] + padding
             assert plan.targets[n].tolist() == [target for _, target in copies] + padding
             assert (plan.hits[n], plan.misses[n], plan.lost[n]) == (hits, len(copies), lost)
@@ -101,8 +101,8 @@ def many(args: tuple[jax.Array, ...]) -> tuple[Plan, Hot]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Three rows over four regions, queries that ask for the same, pages that come and go, sequences that end. What
-    is done is written down, and resolved in one go when a run ends."""
+    """Three rows over four regions, queries that ask for the same, or together for more than there are slots, pages
+    that come and go, sequences that end. What is done is written down, and resolved in one go when a run ends."""
 
     steps = 0
 
@@ -238,12 +238,10 @@ def test_tables_narrower_than_what_a_region_holds() -> None:
         model.compare(*args, *on_host((plan, hot)))
 
 
-def test_regions_too_small_for_a_step() -> None:
-    tables = jnp.zeros((1, 1), jnp.int32)
-    with pytest.raises(ValueError, match="5 rows cannot hold 2 x 3"):
-        resolve(
-            jnp.zeros((1, 2, 3), jnp.int32), tables, tables, jnp.zeros(1, jnp.int32), empty(1, 5), page_size=2, first=0
-        )
+def test_regions_too_small_for_a_query() -> None:
+    tables, regions = jnp.zeros((1, 8), jnp.int32), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="2 rows cannot hold the 3"):
+        resolve(jnp.zeros((1, 1, 3), jnp.int32), tables, tables, regions, empty(1, 2), page_size=2, first=0)
 
 
 def test_true_sizes_in_little_memory() -> None:

@@ -17,7 +17,7 @@ both are called inside ``shard_map``: latents are whole on every device, the poo
 suffice: the others may have -1 for slots.
 
 **The CUDA kernel has not run on a GPU yet.** It is built without one (``build``), and programs that call it compile
-for sm_90 without one. Its source is built for a CPU as well, and tested there: all but how warps share out the entries.
+for sm_90 without one. Its source is built for a CPU as well, and tested there.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Build the library of ``rows.cu``; no GPU is needed.
+"""Build the library of CUDA kernels (``library.cu``); no GPU is needed.
 
     python -m pallas_kernels.host_rows.build [--nvcc PATH] [--out FILE]
 
@@ -19,7 +19,7 @@ import jaxlib
 
 from pallas_kernels.host_rows.foreign import LIBRARY
 
-SOURCE = Path(__file__).with_name("rows.cu")
+SOURCE = Path(__file__).with_name("library.cu")
 TARGETS = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
 """Ampere, Hopper, and whatever comes later by way of PTX."""
 

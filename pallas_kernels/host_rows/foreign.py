@@ -1,7 +1,8 @@
-"""Copies to and from pinned host memory by its address: the functions of ``rows.cu``, as XLA calls them.
+"""Copies to and from pinned host memory by its address: the functions of ``rows.cuh``, as XLA calls them.
 
-The library is built by ``python -m pallas_kernels.host_rows.build`` and loaded before the first program that uses it is
-compiled or read from a store. That the kernel was never run on a GPU is said in the package.
+The library, which has the resolver's kernel too, is built by ``python -m pallas_kernels.host_rows.build`` and loaded
+before the first program that uses it is compiled or read from a store. That no kernel was ever run on a GPU is said in
+the package.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import jaxlib
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("librows.so")
-FETCH, WRITE = "host_rows_fetch", "host_rows_write"
+FETCH, WRITE, RESOLVE = "host_rows_fetch", "host_rows_write", "resolver_resolve"
 """The names that programs call the functions by."""
 
 
@@ -66,7 +67,8 @@ def load(path: Path = LIBRARY, platform: str = "CUDA") -> ctypes.CDLL:
             f"{path} is for jaxlib {built_for.decode()}, this is {jaxlib.__version__}: "
             "build it anew with python -m pallas_kernels.host_rows.build"
         )
-    for name, function in ((FETCH, library.HostRowsFetch), (WRITE, library.HostRowsWrite)):
+    functions = {FETCH: library.HostRowsFetch, WRITE: library.HostRowsWrite, RESOLVE: library.ResolverResolve}
+    for name, function in functions.items():
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
     library.HostRowsPin.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p))
     library.HostRowsUnpin.argtypes = (ctypes.c_void_p,)

@@ -14,16 +14,49 @@ region. page_size: G. first: the row at which the regions begin, ``F * G``.
 The rules. A position whose page has a frame is read there. The others of a row are taken once, however many queries
 chose them. One that the region holds is a *hit* and stays in its slot. The misses, in order of query and rank, get the
 slots that were unused for longest and are not hit by this call. Slots are then ordered: those neither hit nor filled,
-those filled, those hit, each in the order they had. Nothing depends on what else is in the batch. B >= Q * k, so that
-there is always a slot (``ValueError``). A position that is neither on the device nor has a region, or lies beyond the
-tables, is *lost*: its row is -1 and it is counted; whoever places pages must not let that happen.
+those filled, those hit, each in the order they had. Nothing depends on what else is in the batch. B >= k
+(``ValueError``). A position that is neither on the device nor has a region, that lies beyond the tables, or that finds
+no slot because the queries of the row have chosen more than B, is *lost*: its row is -1 and it is counted; whoever
+places pages must not let that happen.
 
 Layers that share a choice share a plan, and have one ``Hot`` between them: their records lie alike.
 
-Today one implementation exists, ``reference`` (jnp, runs everywhere).
+``reference`` (jnp) runs everywhere, ``foreign`` (CUDA) on a GPU whose library has been built.
 """
 
-from pallas_kernels.resolver.plan import NO_REGION, Hot, Plan, emptied, empty
-from pallas_kernels.resolver.reference import resolve
+from typing import Any
 
-__all__ = ["NO_REGION", "Hot", "Plan", "emptied", "empty", "resolve"]
+import jax
+
+from pallas_kernels.dispatch import REFERENCE, Choice, Kernels
+from pallas_kernels.resolver import foreign, reference
+from pallas_kernels.resolver.plan import NO_REGION, Case, Hot, Plan, emptied, empty
+
+__all__ = ["NO_REGION", "Case", "Hot", "Plan", "choose", "emptied", "empty", "resolve"]
+
+
+def resolve(
+    positions: jax.Array,
+    pages: jax.Array,
+    frames: jax.Array,
+    regions: jax.Array,
+    hot: Hot,
+    *,
+    page_size: int,
+    first: int,
+    kernels: Kernels = REFERENCE,
+) -> tuple[Plan, Hot]:
+    """The plan for what was chosen, and what the regions hold after it."""
+    case, top_k = Case.of(positions, hot), positions.shape[-1]
+    if case.slots < top_k:
+        raise ValueError(f"a hot region of {case.slots} rows cannot hold the {top_k} rows of one query")
+    module: Any = choose(case, kernels).module
+    return module.resolve(positions, pages, frames, regions, hot, page_size=page_size, first=first)
+
+
+def choose(case: Case, kernels: Kernels) -> Choice:
+    """What runs a case. The kernel is no matter of ``mosaic``: it is taken where it can run, but for ``reference``."""
+    reason = "kernels is reference" if kernels.mode == "reference" else foreign.declines(case, kernels)
+    if reason is None:
+        return Choice("foreign", foreign)
+    return Choice("reference", reference, (("foreign", reason),))

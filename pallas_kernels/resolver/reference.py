@@ -28,8 +28,6 @@ def resolve(
     """The plan for what was chosen, and what the regions hold after it (see the package)."""
     rows, queries, top_k = positions.shape
     count, slots = hot.held.shape
-    if slots < queries * top_k:
-        raise ValueError(f"a hot region of {slots} rows cannot hold {queries} x {top_k} rows of one step")
     fresh = regions < -1
     number = jnp.where(fresh, -2 - regions, regions)
     owned = (number >= 0) & (number < count)
@@ -71,10 +69,12 @@ def _resolve_row(
     who = who.at[jnp.where(wanted, position, span)].min(entry, mode="drop")
     found = who[safe]
     hit, missing = wanted & (found < 0), wanted & (found == entry)
-    misses = missing.sum(dtype=jnp.int32)
 
     is_hit = jnp.zeros(slots, bool).at[jnp.where(hit, found + slots, slots)].set(True, mode="drop")
     hits = is_hit.sum(dtype=jnp.int32)
+    number = jnp.cumsum(missing) - 1  # of a miss
+    missing &= number < slots - hits
+    misses = missing.sum(dtype=jnp.int32)
     hit_in_order = is_hit[lru]
     older = jnp.cumsum(~hit_in_order) - 1  # place among those that may be taken
     begin = slots - hits - misses  # of those that are filled
@@ -82,13 +82,14 @@ def _resolve_row(
     place = jnp.where(hit_in_order, slots - hits + jnp.cumsum(hit_in_order) - 1, unhit)
     lru = jnp.zeros_like(lru).at[place].set(lru, unique_indices=True)
 
-    number = jnp.cumsum(missing) - 1  # of a miss
     given = lru[jnp.clip(begin + number, 0, slots - 1)]
-    mine = jnp.where(hit, found + slots, given[jnp.clip(found, 0, entries - 1)])
+    asked = jnp.clip(found, 0, entries - 1)
+    mine = jnp.where(hit, found + slots, given[asked])
+    wanted &= hit | missing[asked]
     rows = jnp.where(resident, frames[page] * page_size + offset, jnp.where(wanted, first + mine, -1))
     index = index.at[jnp.where(missing, given, slots + entry)].set(position, mode="drop", unique_indices=True)
     at = jnp.where(missing, number, entries + entry)
-    nothing = jnp.full(entries, -1)
+    nothing = jnp.full(min(entries, slots), -1)
     sources = nothing.at[at].set(pages[page] * page_size + offset, mode="drop", unique_indices=True)
     targets = nothing.at[at].set(first + given, mode="drop", unique_indices=True)
     lost = ((position >= 0) & ~resident & ~wanted).sum(dtype=jnp.int32)

@@ -1,32 +1,8 @@
 // Copies of latent records between a pool in host memory and the device: see the package.
-//
-// nvcc makes of this the functions that XLA calls on a GPU. Any C++ compiler (-x c++) makes the same functions for a
-// CPU, where the pool's address is that of ordinary memory: for tests.
 
-#include <cstddef>
-#include <cstdint>
-#include <optional>
+#pragma once
 
-#include "xla/ffi/api/ffi.h"
-
-#ifdef __CUDACC__
-#include <cuda_runtime.h>
-#define ANYWHERE __host__ __device__
-#else
-#define ANYWHERE
-#endif
-
-namespace ffi = xla::ffi;
-
-#ifndef __CUDACC__
-struct Here {};  // in a stream's place
-
-template <>
-struct ffi::CtxDecoding<Here> {
-  using Type = Here;
-  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*, DiagnosticEngine&) { return Here{}; }
-};
-#endif
+#include "foreign.cuh"
 
 namespace {
 
@@ -124,23 +100,16 @@ __global__ void __launch_bounds__(kWarps* kLanes) CopyAll(Copy copy) {
   }
 }
 
-using Stream = cudaStream_t;
-using StreamContext = ffi::PlatformStream<cudaStream_t>;
-
 template <bool kFetch>
 ffi::Error Run(Stream stream, const Copy& copy) {
   if (copy.count == 0) return ffi::Error::Success();
   constexpr int64_t kMost = 132 * 8;  // what an H200 holds at once
   const int64_t blocks = (copy.count + kWarps - 1) / kWarps;
   CopyAll<kFetch><<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), kWarps * kLanes, 0, stream>>>(copy);
-  const cudaError_t problem = cudaGetLastError();
-  return problem == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(problem));
+  return Launched();
 }
 
 #else
-
-using Stream = Here;
-using StreamContext = Here;
 
 template <bool kFetch>
 ffi::Error Run(Stream, const Copy& copy) {
@@ -224,26 +193,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostRowsWrite, Write,
                                   .Ret<ffi::Buffer<ffi::U32>>()
                                   .Attr<int64_t>("pool_rows"),
                               {ffi::Traits::kCmdBufferCompatible});
-
-extern "C" const char* const HostRowsBuiltFor = BUILT_FOR;  // the version of jaxlib
-
-// Pin memory of the host, and say where devices see it: null, or what went wrong.
-extern "C" const char* HostRowsPin(void* memory, size_t bytes, void** seen) {
-#ifdef __CUDACC__
-  cudaError_t problem = cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-  if (problem == cudaSuccess) problem = cudaHostGetDevicePointer(seen, memory, 0);
-  return problem == cudaSuccess ? nullptr : cudaGetErrorString(problem);
-#else
-  *seen = memory;
-  return nullptr;
-#endif
-}
-
-extern "C" const char* HostRowsUnpin(void* memory) {
-#ifdef __CUDACC__
-  const cudaError_t problem = cudaHostUnregister(memory);
-  return problem == cudaSuccess ? nullptr : cudaGetErrorString(problem);
-#else
-  return nullptr;
-#endif
-}
