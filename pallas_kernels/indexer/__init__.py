@@ -1,7 +1,7 @@
 """The indexer of sparse attention: which earlier tokens each query attends to, found by scoring every key.
 
-``select`` is the public function, ``index_scores`` and ``best`` its two halves: a kernel may replace either, or both at
-once. Today one implementation exists, ``reference`` (jnp, runs everywhere).
+``select`` is the public function, ``index_scores`` its first half; ``reference`` (jnp) runs everywhere, ``mosaic`` on
+Hopper. ``best`` is the second half by itself, for scores from anywhere.
 
 N rows are blocks of Q consecutive queries of one sequence, as in ``paged_attention``. q: float32 ``[N, Q, H, D]``,
 gates: float32 ``[N, Q, H]``, pages: index keys ``[P, G, D]`` of floats, or uint8 ``[P, G * key_bytes]``
@@ -14,6 +14,45 @@ they are. The ``top_k`` best are chosen, of equal ones those that come first; al
 rows read of a cache rise.
 """
 
-from pallas_kernels.indexer.reference import best, index_scores, select
+from typing import Any
 
-__all__ = ["best", "index_scores", "select"]
+import jax
+
+from pallas_kernels.dispatch import REFERENCE, Kernels, choose
+from pallas_kernels.indexer.case import Case
+from pallas_kernels.indexer.threshold import best
+
+__all__ = ["Case", "best", "index_scores", "select"]
+
+
+def select(
+    q: jax.Array,
+    gates: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    top_k: int,
+    kernels: Kernels = REFERENCE,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The positions that each query attends to, and how many they are. ``options`` are the implementation's."""
+    module = choose(__name__, Case.of(q, pages), kernels).module
+    return module.select(q, gates, pages, tables, starts, counts, top_k=top_k, kernels=kernels, **options)
+
+
+def index_scores(
+    q: jax.Array,
+    gates: jax.Array,
+    pages: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    kernels: Kernels = REFERENCE,
+    **options: Any,
+) -> jax.Array:
+    """The score of every position, float32 ``[N, Q, W * G]``; -inf where a query does not see it."""
+    module = choose(__name__, Case.of(q, pages), kernels).module
+    return module.index_scores(q, gates, pages, tables, starts, counts, kernels=kernels, **options)

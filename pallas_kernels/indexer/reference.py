@@ -10,11 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.indexer.case import Case
 
 BUDGET = 1 << 22
 """Scores of single heads that may stand in memory at once."""
 NONE = jnp.iinfo(jnp.int32).max
 """Sorts behind every position."""
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
 
 
 def select(
@@ -26,19 +33,19 @@ def select(
     counts: jax.Array,
     *,
     top_k: int,
+    kernels: Kernels = REFERENCE,
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The positions that each query attends to, int32 ``[N, Q, top_k]`` and ``[N, Q]`` (see the package).
 
     chunk: positions scored at once.
     """
-    rows, queries, heads, dim = q.shape
-    size = _page_size(pages, dim)
-    seen = _seen(starts, counts, queries)
-    everything = jnp.broadcast_to(jnp.arange(top_k), (rows, queries, top_k))
+    rows, queries, heads, _ = q.shape
+    size = Case.of(q, pages).page_size
+    seen = seen_by(starts, counts, queries)
 
     def all_of_them() -> jax.Array:
-        return jnp.where(everything < seen[..., None], everything, -1)
+        return everything(seen, top_k)[0]
 
     def scored() -> jax.Array:
         pages_at_once = _pages_at_once(rows * queries * heads, size, tables.shape[1], chunk)
@@ -73,12 +80,13 @@ def index_scores(
     starts: jax.Array,
     counts: jax.Array,
     *,
+    kernels: Kernels = REFERENCE,
     chunk: int | None = None,
 ) -> jax.Array:
     """The score of every position, float32 ``[N, Q, W * G]``; -inf where a query does not see it."""
-    rows, queries, heads, dim = q.shape
-    size, width = _page_size(pages, dim), tables.shape[1]
-    seen = _seen(starts, counts, queries)
+    rows, queries, heads, _ = q.shape
+    size, width = Case.of(q, pages).page_size, tables.shape[1]
+    seen = seen_by(starts, counts, queries)
     pages_at_once = _pages_at_once(rows * queries * heads, size, width, chunk)
     padded = _padded(tables, pages_at_once)
     span = pages_at_once * size
@@ -90,18 +98,6 @@ def index_scores(
 
     out = jnp.full((rows, queries, padded.shape[1] * size), -jnp.inf)
     return lax.fori_loop(0, (jnp.max(seen) + span - 1) // span, step, out)[..., : width * size]
-
-
-def best(scores: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """The ``top_k`` best of ``scores [..., S]`` as rising positions ``[..., top_k]``, then -1, and how many they are.
-
-    Of equal ones those that come first; what is -inf is never chosen.
-    """
-    kept = min(top_k, scores.shape[-1])
-    values, positions = lax.top_k(_one_zero(scores), kept)
-    chosen = _rising(values, positions)
-    padding = [(0, 0)] * (scores.ndim - 1) + [(0, top_k - kept)]
-    return jnp.pad(chosen, padding, constant_values=-1), (values > -jnp.inf).sum(-1, dtype=jnp.int32)
 
 
 def _chunk_scores(
@@ -129,14 +125,16 @@ def _rising(values: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.where(chosen == NONE, -1, chosen).astype(jnp.int32)
 
 
-def _seen(starts: jax.Array, counts: jax.Array, queries: int) -> jax.Array:
+def everything(seen: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """What is chosen where queries see no more than ``top_k``."""
+    position = jnp.arange(top_k, dtype=jnp.int32)
+    return jnp.where(position < seen[..., None], position, -1), jnp.minimum(seen, top_k)
+
+
+def seen_by(starts: jax.Array, counts: jax.Array, queries: int) -> jax.Array:
     """int32 ``[N, Q]``: how many keys each query sees."""
     number = jnp.arange(queries)
     return jnp.where(number < counts[:, None], starts[:, None] + number + 1, 0)
-
-
-def _page_size(pages: jax.Array, dim: int) -> int:
-    return pages.shape[1] // records.key_bytes(dim) if pages.dtype == jnp.uint8 else pages.shape[1]
 
 
 def _pages_at_once(products: int, size: int, width: int, chunk: int | None) -> int:
