@@ -341,7 +341,9 @@ inline ffi::Error RunResolve(Stream, const Resolve& all, int64_t rows, int64_t b
   for (int64_t number = 0; number < rows; ++number) {
     const RowOf row(all, number, reinterpret_cast<uint8_t*>(memory.data()));
     for (int phase = 0; phase < kPhases; ++phase) {
-      for (int thread = 0; thread < kThreads; ++thread) RunPhase(row, phase, thread);
+      for (int turn = 0; turn < kThreads; ++turn) {  // in no order that anything may depend on
+        RunPhase(row, phase, static_cast<int>((turn * 389 + number * 511 + phase * 77) % kThreads));
+      }
     }
   }
   return ffi::Error::Success();
