@@ -30,6 +30,7 @@ from jaxserve import targets
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.sharding import sharding
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.kv_write import write_heads, write_keys, write_latent
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sparse_mla import sparse_mla
@@ -115,15 +116,40 @@ def latents(rows: int, dtype: Any) -> Call:
     return call, shapes, ()
 
 
+def writes(write: Callable[..., Any], pages: Any, *new: tuple[int, ...]) -> Call:
+    """``pages``, donated, get the ``new`` numbers of tokens."""
+
+    def call(pages, *new):
+        return write(pages, *new, kernels=HOPPER)
+
+    tokens = array(new[0][0], dtype=jnp.int32)
+    return call, (pages, *(array(*shape, dtype=jnp.float32) for shape in new), tokens), (0,)
+
+
+def heads_written(tokens: int, dtype: Any) -> Call:
+    """Llama 3 8B's heads."""
+    head = (32, 128) if dtype != jnp.uint8 else (32 * 132,)
+    return writes(write_heads, array(8193, 2, 8, *head, dtype=dtype), *[(tokens, 8, 128)] * 2)
+
+
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
     Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
     Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),
+    Kernel("paged_attention decode fp8 128", lambda: attention(64, 1, 128, jnp.uint8)),
+    Kernel("paged_attention decode fp8 64", lambda: attention(64, 1, 64, jnp.uint8)),
     Kernel("mla_attention decode fp8_ds_mla", lambda: latents(64, jnp.uint8)),
     Kernel("mla_attention decode bf16", lambda: latents(64, jnp.bfloat16)),
     Kernel("sparse_mla fp8_ds_mla 128 heads", lambda: sparse(64, 128, jnp.uint8)),
     Kernel("sparse_mla bf16 128 heads", lambda: sparse(64, 128, jnp.bfloat16)),
+    Kernel("kv_write heads bf16", lambda: heads_written(64, jnp.bfloat16)),
+    Kernel("kv_write heads fp8, 8192 tokens", lambda: heads_written(8192, jnp.uint8)),
+    Kernel(
+        "kv_write fp8_ds_mla",
+        lambda: writes(write_latent, array(8193, 32, 656, dtype=jnp.uint8), (64, 512), (64, 64)),
+    ),
+    Kernel("kv_write index keys", lambda: writes(write_keys, array(8193, 32 * 132, dtype=jnp.uint8), (64, 128))),
 )
 
 

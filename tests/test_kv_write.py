@@ -1,16 +1,22 @@
 """Writes into cache pages: every format, skipped tokens, page borders, in place, and never more than the row itself."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.codecs import records
-from pallas_kernels.kv_write import write_heads, write_keys, write_latent
+from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
+from pallas_kernels.kv_write import Case, write_heads, write_keys, write_latent
 
 P, K, G, D = 5, 3, 8, 16
 R, ROPE = 32, 8
 POISON = 0xA5
+MOSAIC = Kernels("mosaic")
+
+each = pytest.mark.parametrize("kernels", [REFERENCE, MOSAIC], ids=lambda kernels: kernels.mode)
 
 
 def slots_of(count: int, seed: int) -> np.ndarray:
@@ -32,9 +38,10 @@ def same(a, b) -> None:
     np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize("count", [1, 20])
-def test_heads(dtype: str, count: int) -> None:
+def test_heads(dtype: str, count: int, kernels: Kernels) -> None:
     rng = np.random.default_rng(count)
     k, v = rng.standard_normal((2, count, K, D), np.float32)
     slots = slots_of(count, count)
@@ -51,12 +58,13 @@ def test_heads(dtype: str, count: int) -> None:
             expected[page, part, :, offset * D : (offset + 1) * D] = np.asarray(data).view(np.uint8)
             start = G * D + 4 * offset
             expected[page, part, :, start : start + 4] = np.asarray(scale)[:, None].view(np.uint8)
-    same(jax.jit(write_heads)(pages, k, v, slots), expected)
+    same(jax.jit(partial(write_heads, kernels=kernels))(pages, k, v, slots), expected)
 
 
+@each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize("count", [1, 20])
-def test_latent(dtype: str, count: int) -> None:
+def test_latent(dtype: str, count: int, kernels: Kernels) -> None:
     rng = np.random.default_rng(count)
     latent, rope = rng.standard_normal((count, R), np.float32), rng.standard_normal((count, ROPE), np.float32)
     slots = slots_of(count, count)
@@ -69,12 +77,13 @@ def test_latent(dtype: str, count: int) -> None:
             if dtype == "uint8":
                 row = records.pack_latent(records.quantize_latent(latent[token], rope[token]))
             expected[divmod(int(slot), G)] = row
-    same(jax.jit(write_latent)(pages, latent, rope, slots), expected)
+    same(jax.jit(partial(write_latent, kernels=kernels))(pages, latent, rope, slots), expected)
 
 
+@each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize("channels", [D, 256])
-def test_keys(dtype: str, channels: int) -> None:
+def test_keys(dtype: str, channels: int, kernels: Kernels) -> None:
     keys = np.random.default_rng(channels).standard_normal((20, channels), np.float32)
     slots = slots_of(20, channels)
     fp8 = dtype == "uint8"
@@ -92,13 +101,14 @@ def test_keys(dtype: str, channels: int) -> None:
         expected[page, offset * channels : (offset + 1) * channels] = np.asarray(data).view(np.uint8)
         start = G * channels + offset * 4 * groups
         expected[page, start : start + 4 * groups] = np.asarray(scale).view(np.uint8)
-    same(jax.jit(write_keys)(pages, keys, slots), expected)
+    same(jax.jit(partial(write_keys, kernels=kernels))(pages, keys, slots), expected)
 
 
-def test_nothing_is_written_for_no_token() -> None:
+@each
+def test_nothing_is_written_for_no_token(kernels: Kernels) -> None:
     pages = poisoned((P, 2, K, G * (D + 4)), np.uint8)
     new = np.ones((4, K, D), np.float32)
-    same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32)), pages)
+    same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32), kernels=kernels), pages)
 
 
 def test_pages_are_changed_in_place() -> None:
@@ -111,3 +121,10 @@ def test_pages_are_changed_in_place() -> None:
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize
         assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
+
+
+def test_what_declines_says_why() -> None:
+    package = "pallas_kernels.kv_write"
+    assert choose(package, Case("uint8", 132), Kernels("auto", "NVIDIA H200", "9.0")).name == "mosaic"
+    with pytest.raises(KernelError, match="a row has 34 bytes"):
+        choose(package, Case("bfloat16", 34), MOSAIC)

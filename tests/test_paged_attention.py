@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
 from pallas_kernels.paged_attention import Case, paged_attention
 
@@ -44,6 +45,9 @@ SHAPES = {
     "narrow heads": Shape((40, 17), dim=16, page=8),
     "more steps than stages": Shape((500,), kv_heads=1, page=64, width=8),
     "half": Shape((40,), dtype="float16"),
+    "records": Shape((33, 64, 0), dtype="uint8", width=3),
+    "records, blocks": Shape((70, 150), queries=32, kv_heads=1, dim=128, dtype="uint8", window=60),
+    "records, more steps than stages": Shape((500,), kv_heads=1, width=16, dtype="uint8"),
 }
 
 
@@ -57,10 +61,14 @@ def case(shape: Shape) -> tuple[list[jax.Array], dict[str, Any]]:
     tables[np.arange(shape.width) >= held[:, None]] = 0
     content = rng.standard_normal((pages, 2, shape.kv_heads, shape.page, shape.dim), np.float32)
     content[0] = 1e4  # nobody's
+    held = jnp.asarray(content)
+    if shape.dtype == "uint8":
+        sizes = jnp.asarray(4 ** rng.uniform(-1, 1, (*content.shape[:-1], 1)), jnp.float32)
+        held = records.pack_head_pages(*records.quantize_heads(held * sizes))
     q = rng.standard_normal((rows, shape.queries, shape.kv_heads, shape.group, shape.dim), np.float32)
     arrays = [
         jnp.asarray(q),
-        jnp.asarray(content).astype(shape.dtype),
+        held.astype(shape.dtype),
         jnp.asarray(tables, jnp.int32),
         jnp.asarray(np.array(shape.lengths) - count, jnp.int32),
         jnp.asarray(count, jnp.int32),
@@ -72,6 +80,9 @@ def case(shape: Shape) -> tuple[list[jax.Array], dict[str, Any]]:
 
 def plain(arrays: list[jax.Array], options: dict[str, Any]) -> np.ndarray:
     """In numpy and float64, row by row; padding is NaN."""
+    if arrays[1].dtype == jnp.uint8:
+        numbers = records.dequantize_heads(*records.unpack_head_pages(arrays[1], arrays[0].shape[-1]))
+        arrays = [arrays[0], numbers, *arrays[2:]]
     q, pages, tables, starts, counts = (np.asarray(array, np.float64) for array in arrays)
     out = np.full(q.shape, np.nan)
     for row, (start, count) in enumerate(zip(starts.astype(int), counts.astype(int), strict=True)):
@@ -119,5 +130,7 @@ def test_what_declines_says_why() -> None:
     assert "capability 9.0" in str(choose(package, bf16, Kernels("auto", "NVIDIA B200", "10.0")))
     with pytest.raises(KernelError, match="float32"):
         choose(package, f32, Kernels("mosaic"))
-    for wrong in (Case("bfloat16", 100, 32, 4), Case("bfloat16", 64, 4, 4), Case("uint8", 64, 32, 4)):
+    assert choose(package, Case("uint8", 64, 32, 4), hopper).name == "mosaic"
+    wrongs = (("bfloat16", 100, 32), ("bfloat16", 64, 4), ("uint8", 32, 32), ("uint8", 64, 96))
+    for wrong in (Case(*facts, 4) for facts in wrongs):
         assert choose(package, wrong, hopper).name == "reference"

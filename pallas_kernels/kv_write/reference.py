@@ -1,52 +1,35 @@
-"""The truth of cache writes, in jnp: quantize, then scatter whole rows."""
+"""The truth of cache writes, in jnp: whole rows are scattered."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.codecs import records
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.kv_write.case import Case
 
 
-def write_heads(pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
-    """Keys and values ``[T, K, D]`` into pages ``[P, 2, K, G, D]`` of floats, or uint8 ``[P, 2, K, G * (D + 4)]``."""
-    rows = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
-    dim = k.shape[-1]
-    size = records.page_size(pages, dim)
-    page, offset = _place(pages, slots, size)
-    if pages.dtype != jnp.uint8:
-        return pages.at[page, :, :, offset].set(rows.astype(pages.dtype), mode="drop")
-    data, scale = records.quantize_heads(rows)
-    pages = _put(pages, page, offset * dim, lax.bitcast_convert_type(data, jnp.uint8))
-    return _put(pages, page, size * dim + offset * 4, lax.bitcast_convert_type(scale, jnp.uint8))
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
 
 
-def write_latent(pages: jax.Array, latent: jax.Array, rope: jax.Array, slots: jax.Array) -> jax.Array:
-    """``latent [T, R]`` and ``rope [T, r]`` into float pages ``[P, G, R + r]``, or uint8 ``[P, G, latent_bytes]``."""
-    page, offset = _place(pages, slots, pages.shape[1])
-    if pages.dtype == jnp.uint8:
-        rows = records.pack_latent(records.quantize_latent(latent, rope))
-    else:
-        rows = jnp.concatenate([latent, rope], axis=-1).astype(pages.dtype)
-    return pages.at[page, offset].set(rows, mode="drop")
+def put(pages: jax.Array, slots: jax.Array, parts: Sequence[jax.Array], *, kernels: Kernels = REFERENCE) -> jax.Array:
+    """``pages`` with ``parts [T, ..., n]`` in them, of the same dtype, where ``slots`` int32 ``[T]`` say.
 
-
-def write_keys(pages: jax.Array, keys: jax.Array, slots: jax.Array) -> jax.Array:
-    """Index keys ``[T, D]`` into pages ``[P, G, D]`` of floats, or uint8 ``[P, G * key_bytes]``."""
-    if pages.dtype != jnp.uint8:
-        page, offset = _place(pages, slots, pages.shape[1])
-        return pages.at[page, offset].set(keys.astype(pages.dtype), mode="drop")
-    dim = keys.shape[-1]
-    size = pages.shape[1] // records.key_bytes(dim)
-    page, offset = _place(pages, slots, size)
-    data, scale = records.quantize_keys(keys)
-    pages = _put(pages, page, offset * dim, lax.bitcast_convert_type(data, jnp.uint8))
-    raw = lax.bitcast_convert_type(scale, jnp.uint8).reshape(len(keys), -1)
-    return _put(pages, page, size * dim + offset * raw.shape[-1], raw)
-
-
-def _place(pages: jax.Array, slots: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each slot; a page behind the last for slot -1, which is dropped."""
-    return jnp.where(slots < 0, len(pages), slots // size), slots % size
+    A page is ``[..., W]``: in each row G rows of the first part's n elements, then G of the second's. Pages may have
+    their last dimension divided in two.
+    """
+    flat = pages.reshape(*pages.shape[: parts[0].ndim - 1], -1)
+    size = flat.shape[-1] // sum(part.shape[-1] for part in parts)
+    page = jnp.where(slots < 0, len(pages), slots // size)  # a page behind the last is dropped
+    begin = 0
+    for part in parts:
+        width = part.shape[-1]
+        flat = _put(flat, page, begin + slots % size * width, part)
+        begin += size * width
+    return flat.reshape(pages.shape)
 
 
 def _put(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:

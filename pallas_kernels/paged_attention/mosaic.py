@@ -3,10 +3,15 @@
 A program computes 64 rows (queries of one KV head's group, padded) over one part of a sequence's context. One warpgroup
 copies pages to shared memory (TMA), the other multiplies (wgmma) under an online softmax; parts are merged by their
 log-sum-exp in XLA (Flash-Decoding, Dao et al. 2023). Page numbers are read from the table on the way.
+
+Records of bytes are copied as 32-bit words, and the warpgroup that copies makes bfloat16 of them while the other
+multiplies: byte j of word c is channel ``4c + j`` of a token, and lies at ``j * D / 4 + c`` of its row in a tile.
+Queries are brought into this order before, outputs out of it afterwards, and between them it does not matter.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.hopper import ROWS, tiled
 from pallas_kernels.paged_attention.case import Case
 from pallas_kernels.scores import MASKED
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "uint8")
+TURNED = 2
+"""Steps whose records lie as numbers in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +45,15 @@ class Tiling:
 def declines(case: Case, kernels: Kernels) -> str | None:
     """Why this kernel does not run a case, or None."""
     if case.dtype not in DTYPES:
-        return f"pages are {case.dtype}; it takes {' and '.join(DTYPES)}"
+        return f"pages are {case.dtype}; it takes bfloat16, float16 and records of bytes"
     if case.head_dim % 16 or case.head_dim > 256 or (case.head_dim > 64 and case.head_dim % 64):
         return f"head_dim {case.head_dim} is not 16, 32, 48, 64, 128, 192 or 256"
     if case.page_size % 8:
         return f"page_size {case.page_size} is not a multiple of 8"
+    if case.dtype == "uint8" and case.head_dim not in (64, 128):
+        return f"records have head_dim {case.head_dim}; it takes 64 and 128"
+    if case.dtype == "uint8" and case.page_size % 64 and case.page_size != 32:
+        return f"page_size {case.page_size} of records is neither 32 nor a multiple of 64"
     return None
 
 
@@ -58,9 +70,15 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """See ``reference.paged_attention``. Pages are bfloat16 or float16, products of two of them, sums float32."""
+    """See ``reference.paged_attention``. Products are of two 16-bit numbers, sums float32."""
     rows, queries, kv_heads, group, dim = q.shape
-    size = pages.shape[3]
+    size, fp8 = records.page_size(pages, dim), pages.dtype == jnp.uint8
+    dtype = jnp.dtype(jnp.bfloat16 if fp8 else pages.dtype)
+    parts, tokens, words = 1, pages, pages
+    if fp8:  # words in two views: as rows, the first of which are the tokens; and as they are, scales at the end
+        parts = 4
+        words = lax.bitcast_convert_type(pages.reshape(*pages.shape[:3], -1, parts), jnp.uint32)
+        tokens = words.reshape(*words.shape[:3], -1, dim // parts)
     tiling = Tiling(**kernels.tuned("paged_attention"))
     at_once = max(1, tiling.span // size)
     span = at_once * size
@@ -69,12 +87,15 @@ def paged_attention(
     tiles = -(-real // ROWS)
     kept = ROWS if tiles > 1 else -(-real // 8) * 8
     splits = max(1, min(tiling.programs // (rows * kv_heads * tiles), tables.shape[1] // at_once))
-    flat = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, real, dim).astype(pages.dtype)
+    flat = _turned(q, dim // parts).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, real, dim).astype(dtype)
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, tiles * ROWS - real), (0, 0)))
     first_scores = scale * math.log2(math.e) if softcap is None else scale
 
-    def body(q_ref, pages_ref, tables_ref, spans_ref, out_ref, stats_ref, *scratch):
-        q_smem, k_smem, v_smem, p_smem, out_smem, stats_smem, q_ready, arrived, consumed = scratch
+    held = TURNED if fp8 else tiling.stages
+    layout = plgpu.Layout.WGMMA
+
+    def body(q_ref, tokens_ref, words_ref, tables_ref, spans_ref, out_ref, stats_ref, *scratch):
+        q_smem, kv_smem, p_smem, out_smem, stats_smem, q_ready, ready, consumed, *raw = scratch
         row, head, tile, split = (lax.axis_index(name) for name in ("row", "head", "tile", "split"))
         start, count = spans_ref[0, row], spans_ref[1, row]
         lowest = 0 if window is None else lax.div(jnp.maximum(start - window + 1, 0), span)
@@ -82,46 +103,81 @@ def paged_attention(
         first = lowest + split * part
         steps = jnp.clip(lax.div(start + count + span - 1, span) - first, 0, part)
 
+        def copy(i, target, barrier):
+            """Ask for the pages of a step."""
+            slot = lax.rem(i, tiling.stages)
+            for j in range(at_once):
+                page = tables_ref[row, (first + i) * at_once + j]
+                here = pl.ds(j * size, size)
+                for part in range(2):
+                    source = tokens_ref.at[page, part, head, pl.ds(0, size)]
+                    plgpu.copy_gmem_to_smem(source, target.at[slot, part, here], barrier.at[slot])
+                    if fp8:
+                        source = words_ref.at[page, part, head, pl.ds(size * dim // parts, size)]
+                        plgpu.copy_gmem_to_smem(source, raw[1].at[slot, part, here], barrier.at[slot])
+
+        def turn(i):
+            """Make numbers of a step's records."""
+            slot, to = lax.rem(i, tiling.stages), lax.rem(i, held)
+            raw_smem, scales_smem, _ = raw
+            width = dim // parts
+            for part in range(2):
+                scale = plgpu.load(scales_smem.at[slot, part], layout=layout.reduce(1), optimized=False)
+                scale = lax.broadcast_in_dim(lax.bitcast_convert_type(scale, jnp.float32), (span, width), [0])
+                word = plgpu.load(raw_smem.at[slot, part], layout=layout)
+                for number in range(parts):
+                    bits = ((word >> (8 * number)) & jnp.uint32(255)).astype(jnp.uint8)
+                    value = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
+                    kv_smem[to, part, :, pl.ds(number * width, width)] = value.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready.at[to])
+
         @pl.when(lax.axis_index("warpgroup") == 1)
         def fetch():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(152 if fp8 else 40, action="decrease")
+            if fp8:
+                raw_smem, _, arrived = raw
+                lax.fori_loop(0, jnp.minimum(steps, tiling.stages), lambda i, _: copy(i, raw_smem, arrived), None)
 
             def step(i, _):
-                slot = lax.rem(i, tiling.stages)
+                if fp8:
+                    plgpu.barrier_wait(arrived.at[lax.rem(i, tiling.stages)])
 
-                @pl.when(i >= tiling.stages)
+                @pl.when(i >= held)
                 def wait():
-                    plgpu.barrier_wait(consumed.at[slot])
+                    plgpu.barrier_wait(consumed.at[lax.rem(i, held)])
 
-                for j in range(at_once):
-                    page = tables_ref[row, (first + i) * at_once + j]
-                    here = (slot, pl.ds(j * size, size))
-                    plgpu.copy_gmem_to_smem(pages_ref.at[page, 0, head], k_smem.at[here], arrived.at[slot])
-                    plgpu.copy_gmem_to_smem(pages_ref.at[page, 1, head], v_smem.at[here], arrived.at[slot])
+                if not fp8:
+                    copy(i, kv_smem, ready)
+                    return
+                turn(i)
+
+                @pl.when(i + tiling.stages < steps)
+                def more():
+                    copy(i + tiling.stages, raw_smem, arrived)
 
             def drain(i, _):
-                plgpu.barrier_wait(consumed.at[lax.rem(i, tiling.stages)])
+                plgpu.barrier_wait(consumed.at[lax.rem(i, held)])
 
             lax.fori_loop(0, steps, step, None)
-            lax.fori_loop(jnp.maximum(steps - tiling.stages, 0), steps, drain, None)
+            lax.fori_loop(jnp.maximum(steps - held, 0), steps, drain, None)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():
             plgpu.set_max_registers(232, action="increase")
             plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * ROWS, ROWS)], q_smem, q_ready)
             plgpu.barrier_wait(q_ready)
-            layout = plgpu.Layout.WGMMA
 
             def across(values):
                 return lax.broadcast_in_dim(values, (ROWS, span), [0])
 
             def step(i, carry):
                 out, peak, total = carry
-                slot = lax.rem(i, tiling.stages)
-                plgpu.barrier_wait(arrived.at[slot])
+                slot = lax.rem(i, held)
+                plgpu.barrier_wait(ready.at[slot])
 
                 def scored(acc):
-                    plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, q_smem, kv_smem.at[slot, 0].transpose((1, 0)))
                     return acc[...]
 
                 scores = pl.run_scoped(scored, plgpu.ACC((ROWS, span), jnp.float32)) * first_scores
@@ -137,11 +193,11 @@ def paged_attention(
                 new_peak = jnp.maximum(peak, scores.max(axis=1))
                 weights = jnp.exp2(scores - across(new_peak))
                 decay = jnp.exp2(peak - new_peak)
-                p_smem[...] = weights.astype(pages.dtype)
+                p_smem[...] = weights.astype(dtype)
                 plgpu.commit_smem()
 
                 def mixed(acc):
-                    plgpu.wgmma(acc, p_smem, v_smem.at[slot])
+                    plgpu.wgmma(acc, p_smem, kv_smem.at[slot, 1])
                     return acc[...]
 
                 brought = pl.run_scoped(mixed, plgpu.ACC((ROWS, dim), jnp.float32))
@@ -164,7 +220,15 @@ def paged_attention(
             plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
             plgpu.wait_smem_to_gmem(0)
 
-    stages, dtype = tiling.stages, pages.dtype
+    widest = dim // 2 if fp8 else 128  # a quarter of the channels is written at once: whole tiles
+    raw: list[Any] = []
+    if fp8:
+        swizzle = plgpu.SwizzleTransform(dim)  # type: ignore[abstract]
+        raw = [
+            plgpu.SMEM((tiling.stages, 2, span, dim // parts), jnp.uint32, transforms=(swizzle,)),
+            plgpu.SMEM((tiling.stages, 2, span), jnp.uint32),
+            plgpu.Barrier(num_arrivals=4 * at_once, num_barriers=tiling.stages),
+        ]
     out, stats = plgpu.kernel(
         body,
         out_type=[
@@ -172,15 +236,15 @@ def paged_attention(
             jax.ShapeDtypeStruct((rows, kv_heads, splits, tiles, 2, ROWS), jnp.float32),
         ],
         scratch_types=[
-            tiled(ROWS, dim, dtype=dtype),
-            tiled(stages, span, dim, dtype=dtype),
-            tiled(stages, span, dim, dtype=dtype),
-            tiled(ROWS, span, dtype=dtype),
+            tiled(ROWS, dim, dtype=dtype, widest=widest),
+            tiled(held, 2, span, dim, dtype=dtype, widest=widest),
+            tiled(ROWS, span, dtype=dtype, widest=widest),
             plgpu.SMEM((ROWS, dim), jnp.float32),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2 * at_once, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1 if fp8 else 2 * at_once, num_barriers=held),
+            plgpu.Barrier(num_barriers=held),
+            *raw,
         ],
         grid=(rows, kv_heads, tiles, splits),
         grid_names=("row", "head", "tile", "split"),
@@ -188,7 +252,7 @@ def paged_attention(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=kernels.interpret,
-    )(flat, pages, tables, jnp.stack([starts, counts]))
+    )(flat, tokens, words, tables, jnp.stack([starts, counts]))
     out = out[:, :, :, :real]
     peak, total = (stats[..., part, :].reshape(rows, kv_heads, splits, -1)[..., :real] for part in (0, 1))
     top = peak.max(2)
@@ -197,4 +261,10 @@ def paged_attention(
     if sinks is not None:
         total = total + jnp.exp2(jnp.repeat(sinks, queries, axis=1) * math.log2(math.e) - top)
     out = (out * share[..., None]).sum(2) / jnp.maximum(total, 1e-30)[..., None]
-    return out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(rows, kv_heads, group, queries, dim).transpose(0, 3, 1, 2, 4)
+    return _turned(out, parts)
+
+
+def _turned(x: jax.Array, count: int) -> jax.Array:
+    """``x [..., D]`` as a matrix of ``count`` rows, transposed, and as a vector again."""
+    return x.reshape(*x.shape[:-1], count, -1).swapaxes(-1, -2).reshape(x.shape)
