@@ -98,11 +98,13 @@ struct RowOf {
   Resolve all;
   Shared shared;
   int64_t row, table, region;
+  int shift = 32;
   bool fresh, owned;
 
   ANYWHERE RowOf(const Resolve& given, int64_t number, uint8_t* memory) : all(given), row(number) {
     Lay(all, memory, shared);
     table = TableSize(all.entries);
+    for (int64_t size = 1; size < table; size *= 2) --shift;
     const int32_t named = all.regions[row];
     fresh = named < -1;
     region = fresh ? -2 - static_cast<int64_t>(named) : named;
@@ -120,7 +122,7 @@ struct RowOf {
   ANYWHERE int32_t SlotAt(int64_t place) const { return fresh ? static_cast<int32_t>(place) : Lru()[place]; }
 
   ANYWHERE int64_t Hash(int32_t position) const {
-    return (static_cast<uint32_t>(position) * 2654435761u >> 7) & (table - 1);
+    return static_cast<uint32_t>(position) * 2654435761u >> shift;  // its upper bits, as many as the table has
   }
 
   ANYWHERE void Ask(int32_t position, int32_t entry) const {
