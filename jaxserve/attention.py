@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxserve.config import ModelConfig
 from jaxserve.context import Context, Setting
 from jaxserve.layer_spec import Attention
-from jaxserve.layers import linear, query_scale, rms_norm, rotate
+from jaxserve.layers import query_scale, rms_norm, rotate
 from jaxserve.params import Params
 from pallas_kernels.kv_write import write_heads
 from pallas_kernels.paged_attention import paged_attention
@@ -24,7 +24,7 @@ def attend(
     """What attention brings to ``x [T, E]``, and the layer's ``pages`` (see ``HeadPages``) with the step's keys and
     values in them, where it has its own. ``group`` is the layer's group of the cache."""
     cfg, bucket, tokens = at.cfg, at.bucket, x.shape[0]
-    fused = linear(x, params["qkv"])  # [T, K, g + spec.own, D]
+    fused = at.linear(x, params["qkv"])  # [T, K, g + spec.own, D]
     if spec.qkv_bias:
         fused = fused + params["qkv_bias"]
     q = fused[:, :, : fused.shape[2] - spec.own]
@@ -69,7 +69,7 @@ def attend(
     if bucket.blocks:
         parts.append(part(q[bucket.decodes :], bucket.decodes, bucket.rows))
     mixed = jnp.concatenate(parts).reshape(tokens, -1)
-    out = linear(mixed, params["o"], inputs=3)
+    out = at.linear(mixed, params["o"], inputs=3)
     return out + params["o_bias"] if spec.o_bias else out, pages
 
 

@@ -1,21 +1,31 @@
-"""Which implementations of attention an engine's layers get, said without tracing them."""
+"""Which implementations of attention and of products an engine's layers get, said without tracing them."""
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxserve import experts
 from jaxserve.cache_spec import HeadPages, LatentPages
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import Attention
+from jaxserve.params import Specs
 from jaxserve.programs import ProgramSet
+from jaxserve.quantization import QuantArray
 from jaxserve.sharding import HeadLayout
-from pallas_kernels import mla_attention, paged_attention, sparse_mla
+from pallas_kernels import grouped_matmul, mla_attention, paged_attention, quant_matmul, sparse_mla
 from pallas_kernels.dispatch import KernelError, choose
 
 
 def chosen(programs: ProgramSet) -> dict[str, str]:
-    """The ops of the model's attention, and for each what runs it and why what would be better does not.
+    """The ops of the model's layers, and for each what runs it and why what would be better does not.
 
     Raises ``ConfigError`` where an implementation was asked for by name that does not run a layer.
     """
     found: dict[str, dict[str, None]] = {}
-    for layer, place in zip(programs.cfg.layers, programs.cache.layers, strict=True):
+    parts = jax.tree.map(_own_part, programs.params["layers"])
+    for number, (layer, place) in enumerate(zip(programs.cfg.layers, programs.cache.layers, strict=True)):
         mixer, pages = layer.mixer, programs.cache.planes[place.plane][0]
         heads = HeadLayout.of(mixer, programs.mesh.size)
         here = heads.kv_heads // programs.mesh.size
@@ -32,9 +42,28 @@ def chosen(programs: ProgramSet) -> dict[str, str]:
                 cases["sparse_mla"] = (sparse_mla.__name__, sparse_mla.Case(*latents))
             else:
                 cases["mla_attention, decode"] = (mla_attention.__name__, mla_attention.Case(*latents, 1))
-        for name, (package, case) in cases.items():
+        products = list(_products(programs.specs["layers"][number], parts[number]))
+        for name, (package, case) in [*cases.items(), *products]:
             try:
                 found.setdefault(name, {})[str(choose(package, case, programs.kernels))] = None
             except KernelError as error:
                 raise ConfigError(str(error)) from None
     return {name: "; ".join(choices) for name, choices in found.items()}
+
+
+def _own_part(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What one device has of an array."""
+    assert array.sharding is not None
+    return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+
+
+def _products(specs: Specs, params: dict[str, Any]) -> Iterator[tuple[str, tuple[str, object]]]:
+    """The ops that multiply with a layer's quantized weights and experts, with package and case."""
+    for name, weight in params.items():
+        if name in ("gate_up", "down") and "router" in params:
+            yield "grouped_matmul", (grouped_matmul.__name__, experts.case(weight))
+        elif isinstance(weight, QuantArray):
+            inputs = specs[name].data.inputs
+            sides = math.prod(weight.shape[:-inputs]), math.prod(weight.shape[-inputs:])
+            case = quant_matmul.Case(weight.dtype, str(weight.data.dtype), *sides, weight.sides(inputs))
+            yield "quant_matmul", (quant_matmul.__name__, case)

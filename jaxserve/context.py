@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
-from jaxserve.layers import rope_table
-from jaxserve.sharding import partition
+from jaxserve.layers import linear, rope_table
+from jaxserve.quantization import QuantArray, Weight
+from jaxserve.sharding import RULES, partition
 from pallas_kernels.dispatch import REFERENCE, Kernels
 
 Axes = tuple[str | None, ...]
@@ -42,6 +44,19 @@ class Setting:
             return function
         specs = tuple(partition(each) for each in axes)
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=partition(out), check_vma=False)
+
+    def linear(self, x: jax.Array, weight: Weight, inputs: int = 1) -> jax.Array:
+        """``layers.linear`` by the setting's kernels, with a quantized weight on every device for its own part."""
+        if self.mesh.size == 1 or not self.kernels.any or not isinstance(weight, QuantArray):
+            return linear(x, weight, inputs, self.kernels)
+        axes = weight.axes or (None,) * len(weight.shape)
+        outer, summed = axes[:-inputs], axes[-inputs]
+
+        def local(x: jax.Array, weight: Weight) -> jax.Array:
+            out = linear(x, weight, inputs, self.kernels)
+            return lax.psum(out, RULES[summed]) if summed in RULES else out
+
+        return self.over(local, [(None, summed), axes], (None, *outer))(x, weight)
 
 
 class Context(NamedTuple):

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxserve import mla, sparse
 from jaxserve.attention import attend
@@ -31,7 +30,7 @@ def layer(
 ) -> tuple[tuple[jax.Array, ...], Hidden]:
     """One block; writes what it keeps of the step's tokens into the ``pages`` of its plane and attends over them.
     ``group`` is its group of the cache."""
-    cfg, mesh, x = at.cfg, at.mesh, hidden.x
+    cfg, x = at.cfg, hidden.x
     normed = rms_norm(x, params["attn_norm"], cfg.norm_eps)
     if isinstance(spec.mixer, Latent) and spec.mixer.sparse:
         chosen = hidden.selected
@@ -45,11 +44,11 @@ def layer(
     x = x + (rms_norm(out, params["attn_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     normed = rms_norm(x, params["mlp_norm"], cfg.norm_eps)
     if isinstance(spec.ffn, Moe) and spec.ffn.beside is not None:
-        out = both(cfg, spec.ffn, spec.ffn.beside, mesh, params, x, ctx)
+        out = both(at, spec.ffn, spec.ffn.beside, params, x, ctx)
     elif isinstance(spec.ffn, Moe):
-        out = moe(spec.ffn, mesh, params, normed, real=ctx.real)
+        out = moe(spec.ffn, at.mesh, params, normed, ctx.real, kernels=at.kernels)
     else:
-        out = mlp(spec.ffn, params, normed)
+        out = mlp(spec.ffn, params, normed, at.linear)
     x = x + (rms_norm(out, params["mlp_post_norm"], cfg.norm_eps) if spec.sandwich else out)
     if spec.per_layer is not None:
         x = x + per_layer(cfg, spec.per_layer, params, x, ctx)
@@ -58,14 +57,14 @@ def layer(
     return pages, hidden._replace(x=x)
 
 
-def both(
-    cfg: ModelConfig, spec: Moe, beside: Dense, mesh: Mesh, params: Params, x: jax.Array, ctx: Context
-) -> jax.Array:
+def both(at: Setting, spec: Moe, beside: Dense, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
     """What a mixture and a network beside it make of ``x [T, E]``, before the norm over their sum."""
+    cfg = at.cfg
     plain = {name: params[f"beside_{name}"] for name in ("gate", "up", "down")}
-    out = mlp(beside, plain, rms_norm(x, params["mlp_norm"], cfg.norm_eps))
+    out = mlp(beside, plain, rms_norm(x, params["mlp_norm"], cfg.norm_eps), at.linear)
     asked = rms_norm(x, params["router_norm"], cfg.norm_eps) * cfg.hidden_size**-0.5
-    mixed = moe(spec, mesh, params, rms_norm(x, params["moe_norm"], cfg.norm_eps), ctx.real, asked)
+    normed = rms_norm(x, params["moe_norm"], cfg.norm_eps)
+    mixed = moe(spec, at.mesh, params, normed, ctx.real, asked, kernels=at.kernels)
     norms = params["beside_post_norm"], params["moe_post_norm"]
     return rms_norm(out, norms[0], cfg.norm_eps) + rms_norm(mixed, norms[1], cfg.norm_eps)
 

@@ -1,9 +1,9 @@
 """The experts of a mixture, computed for the tokens that chose them: cost follows the choices.
 
-Choices are sorted by expert and cut into blocks of rows of one expert; a loop runs over the blocks that there are, and
-over tiles of an expert's width, so that nothing but a tile of weights is ever copied. ``lax.ragged_dot`` would do the
-same in one call, but on a CPU (and on a GPU without a kernel for it) it expands to a product with every expert. A GPU
-kernel belongs in the place of ``mix``.
+Choices are sorted by expert and cut into blocks of rows of one expert. Where a kernel takes them (``grouped_matmul``),
+all blocks go through each of an expert's two products at once. Elsewhere a loop runs over the blocks that there are,
+and over tiles of an expert's width, so that nothing but a tile of weights is ever copied. ``lax.ragged_dot`` would do
+the same in one call, but on a CPU, and on Hopper, it expands to a product with every expert.
 """
 
 import math
@@ -16,11 +16,15 @@ from jax import lax
 
 from jaxserve import quantization
 from jaxserve.layers import linear
+from pallas_kernels import grouped_matmul
+from pallas_kernels.dispatch import REFERENCE, Kernels, choose
 
 TILE_BYTES = 2 << 20
 """Gate and up weights of a tile: half the copy's round trip through the cache when it fits (1.4 times faster at 16 rows
 and more)."""
 MAX_BLOCK = 64
+KERNEL_BLOCKS = (8, 128)
+"""Rows of the smallest and of the largest block of a kernel."""
 FEW = 8
 """Rows an expert gets on average in a step, up to which padding is held down."""
 
@@ -64,6 +68,15 @@ def cut(choices: jax.Array, experts: int, rows: int) -> Blocks:
     return Blocks(jnp.pad(order, (0, rows)), expert, start, last[-1])
 
 
+def kernel_rows(choices: int, experts: int) -> int:
+    """Rows of a block of a kernel, a power of two: so many that most experts need one block, and are read once."""
+    mean = choices / min(choices, experts)
+    rows, most = KERNEL_BLOCKS
+    while rows < min(2 * mean, most):
+        rows *= 2
+    return rows
+
+
 def mix(
     params: dict[str, Any],
     x: jax.Array,
@@ -71,6 +84,7 @@ def mix(
     weights: jax.Array,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
     width_axis: str,
+    kernels: Kernels = REFERENCE,
 ) -> jax.Array:
     """Sum over each token's choices of weight times that expert's output, float32 ``[T, E]``.
 
@@ -79,6 +93,24 @@ def mix(
     gate and up. width_axis: the mesh axis the width F is divided over; the down bias is added on its first device.
     """
     tokens, per_token = chosen.shape
+    if all(kernel(params[name], kernels) for name in ("gate_up", "down")):
+        out, place = _by_blocks(params, x, chosen, gated, width_axis, kernels)
+    else:
+        out, place = _by_tiles(params, x, chosen, gated, width_axis)
+    found = out[place].reshape(tokens, per_token, -1)
+    computed = (chosen < params["gate_up"].shape[0])[:, :, None]
+    return jnp.where(computed, found * weights[:, :, None], 0.0).sum(1)
+
+
+def _by_tiles(
+    params: dict[str, Any],
+    x: jax.Array,
+    chosen: jax.Array,
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
+    width_axis: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of experts, float32 ``[.., E]``, and int32 ``[T * k]``: which of them is each choice's."""
+    per_token = chosen.shape[1]
     gate_up, down = params["gate_up"], params["down"]
     experts, _, width, hidden = gate_up.shape
     rows = block_rows(chosen.size, experts)
@@ -108,10 +140,73 @@ def mix(
         return lax.dynamic_update_slice_in_dim(out, total, start, 0)  # a later block mends what lies beyond this one's
 
     out = lax.fori_loop(0, blocks.total, block, jnp.zeros((chosen.size + rows, hidden), jnp.float32))
-    place = jnp.zeros(chosen.size, jnp.int32).at[blocks.order[: chosen.size]].set(jnp.arange(chosen.size))
-    found = out[place].reshape(tokens, per_token, hidden)
-    computed = (chosen < experts)[:, :, None]
-    return jnp.where(computed, found * weights[:, :, None], 0.0).sum(1)
+    numbers = jnp.arange(chosen.size)
+    return out, jnp.zeros(chosen.size, jnp.int32).at[blocks.order[: chosen.size]].set(numbers)
+
+
+def _by_blocks(
+    params: dict[str, Any],
+    x: jax.Array,
+    chosen: jax.Array,
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
+    width_axis: str,
+    kernels: Kernels,
+) -> tuple[jax.Array, jax.Array]:
+    """As ``_by_tiles``. Every block has rows of its own, padded: those of blocks that there are not are rubbish, and
+    nobody's."""
+    experts, _, width, hidden = params["gate_up"].shape
+    flat = chosen.reshape(-1)
+    rows = kernel_rows(chosen.size, experts)
+    blocks = cut(flat, experts, rows)
+    sorted_at = blocks.start[:, None] + jnp.arange(rows)
+    choice = blocks.order[jnp.minimum(sorted_at, chosen.size)]  # [B, rows]
+    real = (jnp.arange(len(sorted_at)) < blocks.total)[:, None] & (sorted_at < chosen.size)
+    real &= flat[choice] == blocks.expert[:, None]
+    numbers = jnp.arange(choice.size, dtype=jnp.int32).reshape(choice.shape)
+    place = jnp.zeros(chosen.size, jnp.int32).at[jnp.where(real, choice, chosen.size)].set(numbers, mode="drop")
+
+    def product(rows: jax.Array, name: str) -> jax.Array:
+        data, scale, sides, dtype = _matrices(params[name])
+        return grouped_matmul.grouped_matmul(
+            rows, data, scale, blocks.expert, blocks.total, blocks=sides, dtype=dtype, kernels=kernels
+        )
+
+    both = product(x[choice // chosen.shape[1]], "gate_up").reshape(*choice.shape, 2, width)
+    if "gate_up_bias" in params:
+        both = both + params["gate_up_bias"][blocks.expert][:, None]
+    out = product(gated(both[:, :, 0], both[:, :, 1]), "down")
+    if "down_bias" in params:
+        out = out + params["down_bias"][blocks.expert][:, None] * (lax.axis_index(width_axis) == 0)
+    return out.reshape(-1, hidden), place
+
+
+Matrices = tuple[jax.Array, jax.Array | None, tuple[int, int], str]
+
+
+def _matrices(weight: quantization.Weight) -> Matrices:
+    """Weights ``[X, ..., in]`` as ``grouped_matmul`` takes them: ``[X, out, in]``, scales, blocks, dtype."""
+
+    def matrices(array: jax.Array) -> jax.Array:
+        return array.reshape(array.shape[0], -1, array.shape[-1])
+
+    if isinstance(weight, quantization.QuantArray):
+        return matrices(weight.data), matrices(weight.scale), weight.sides(1), weight.dtype
+    if isinstance(weight, quantization.MxArray):
+        return matrices(weight.data), matrices(weight.scale), (1, weight.block), str(weight.dtype)
+    return matrices(weight), None, (1, 1), str(weight.dtype)
+
+
+def kernel(weight: quantization.Weight, kernels: Kernels) -> bool:
+    """Whether a kernel takes the products with one of the experts' weights. Raises ``KernelError`` as ``choose``."""
+    return choose(grouped_matmul.__name__, case(weight), kernels).name != "reference"
+
+
+def case(weight: Any) -> grouped_matmul.Case:
+    """The facts of products with one of the experts' weights, which may also be described."""
+    data = weight if isinstance(weight, jax.Array | jax.ShapeDtypeStruct) else weight.data
+    outputs, inputs = math.prod(data.shape[1:-1]), data.shape[-1]
+    blocks = weight.sides(1) if isinstance(weight, quantization.QuantArray) else (1, 1)
+    return grouped_matmul.Case(str(weight.dtype), str(data.dtype), outputs, inputs, blocks)
 
 
 def tile_width(width: int, channel_bytes: int, block: int = 1) -> int:

@@ -1,6 +1,7 @@
 """The small building blocks: linear maps, norms and rotary embedding. Pure functions; activations are float32."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ from jax import lax
 from jaxserve.layer_spec import Activation, Dense
 from jaxserve.quantization import MxArray, QuantArray, Weight
 from jaxserve.rope import RopeConfig
+from pallas_kernels.dispatch import REFERENCE, Kernels
 
 
-def linear(x: jax.Array, weight: Weight, inputs: int = 1) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, inputs: int = 1, kernels: Kernels = REFERENCE) -> jax.Array:
     """``x [T, in]`` times ``weight [..., in]``, accumulated and returned in float32 as ``[T, ...]``; ``in`` are the
-    last ``inputs`` axes of the weight.
+    last ``inputs`` axes of the weight. Of several devices, each may only call it with ``kernels`` and a quantized
+    weight for its own part: see ``Setting.linear``.
 
     Weights keep the orientation they have on disk, and are contracted as matrices: XLA's CPU backend copies a weight of
     more dimensions, transposed, every time. A single 16-bit row is doubled: it has no fast path there (25 times
@@ -22,7 +25,7 @@ def linear(x: jax.Array, weight: Weight, inputs: int = 1) -> jax.Array:
     """
     rows, outer = x.shape[0], weight.shape[: len(weight.shape) - inputs]
     if isinstance(weight, QuantArray):
-        return weight.matmul(x, inputs).reshape(rows, *outer)
+        return weight.matmul(x, inputs, kernels).reshape(rows, *outer)
     if isinstance(weight, MxArray):
         weight = weight.dequantize()
     x = x.astype(weight.dtype)
@@ -55,7 +58,7 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     return (jax.nn.gelu(gate, approximate=True) if activation.kind == "gelu_tanh" else jax.nn.silu(gate)) * up
 
 
-def mlp(spec: Dense, params: dict[str, Any], x: jax.Array) -> jax.Array:
+def mlp(spec: Dense, params: dict[str, Any], x: jax.Array, linear: Callable[..., jax.Array] = linear) -> jax.Array:
     """A gated feed-forward network over ``x [T, E]``, float32 ``[T, E]``."""
     gate, up = linear(x, params["gate"]), linear(x, params["up"])  # [T, F]
     if spec.bias:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import ModelConfig
 from jaxserve.context import Context, Setting
 from jaxserve.layer_spec import Latent
-from jaxserve.layers import linear, rms_norm, rotate
+from jaxserve.layers import rms_norm, rotate
 from jaxserve.params import Params
 from jaxserve.quantization import QuantArray
 from pallas_kernels.kv_write import write_latent
@@ -31,15 +30,15 @@ class Inputs(NamedTuple):
     q_latent: jax.Array | None  # [T, q_rank], normed, where queries are made from a latent
 
 
-def inputs(cfg: ModelConfig, spec: Latent, params: Params, x: jax.Array, ctx: Context) -> Inputs:
+def inputs(at: Setting, spec: Latent, params: Params, x: jax.Array, ctx: Context) -> Inputs:
     """Queries and the tokens' latents, from ``x [T, E]``."""
     q_latent = None
     if spec.q_rank is not None:
-        q_latent = rms_norm(_linear(params, "q_a", x), params["q_norm"], spec.eps)
-    q = linear(x if q_latent is None else q_latent, params["q"])  # [T, H, n + r]
-    joint = _linear(params, "kv_a", x)  # [T, R + r]
+        q_latent = rms_norm(_linear(at, params, "q_a", x), params["q_norm"], spec.eps)
+    q = at.linear(x if q_latent is None else q_latent, params["q"])  # [T, H, n + r]
+    joint = _linear(at, params, "kv_a", x)  # [T, R + r]
     latent = rms_norm(joint[:, : spec.rank], params["kv_norm"], spec.eps)
-    table = ctx.rope[cfg.ropes.index(spec.rope)]
+    table = ctx.rope[at.cfg.ropes.index(spec.rope)]
     q_rope = rotate(q[:, :, spec.nope :], table, pairs=spec.pairs)
     k_rope = rotate(joint[:, spec.rank :], table, pairs=spec.pairs)
     return Inputs(q[:, :, : spec.nope], q_rope, latent, k_rope, q_latent)
@@ -57,7 +56,7 @@ def attend(
     """What attention to all tokens so far brings to ``x [T, E]``, and the ``pages`` of the layer's plane with the
     step's latents in them. ``group`` is the layer's group of the cache."""
     bucket = at.bucket
-    found = inputs(at.cfg, spec, params, x, ctx)
+    found = inputs(at, spec, params, x, ctx)
     latents, *others = pages
     latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
 
@@ -74,14 +73,14 @@ def attend(
     if bucket.blocks:
 
         def expand(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return linear(latent, params["k_up"]), linear(latent, params["v_up"])
+            return at.linear(latent, params["k_up"]), at.linear(latent, params["v_up"])
 
         q = jnp.concatenate([found.q_nope[count:], found.q_rope[count:]], axis=-1)
         q = q.reshape(bucket.blocks, bucket.block, *q.shape[1:])
         span = rows(count, bucket.rows)
         out = mla_prefill(q, latents, *span, expand, rank=spec.rank, values=spec.value, scale=spec.scale)
         parts.append(out.reshape(-1, *out.shape[2:]))
-    return output(params, jnp.concatenate(parts)), (latents, *others)
+    return output(at, params, jnp.concatenate(parts)), (latents, *others)
 
 
 def absorb(at: Setting, params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
@@ -94,14 +93,14 @@ def lift(at: Setting, params: Params, mixed: jax.Array) -> jax.Array:
     return _each_head(at, "thr,hdr->thd", mixed, params["v_up"])
 
 
-def output(params: Params, mixed: jax.Array) -> jax.Array:
+def output(at: Setting, params: Params, mixed: jax.Array) -> jax.Array:
     """``[T, E]`` from what the heads have mixed, ``[T, H, D]``."""
-    out = linear(mixed.reshape(len(mixed), -1), params["o"], inputs=2)
+    out = at.linear(mixed.reshape(len(mixed), -1), params["o"], inputs=2)
     return out + params["o_bias"] if "o_bias" in params else out
 
 
-def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    out = linear(x, params[name])
+def _linear(at: Setting, params: Params, name: str, x: jax.Array) -> jax.Array:
+    out = at.linear(x, params[name])
     return out + params[f"{name}_bias"] if f"{name}_bias" in params else out
 
 

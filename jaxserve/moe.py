@@ -17,6 +17,7 @@ from jaxserve import experts
 from jaxserve.layer_spec import Moe, Router
 from jaxserve.layers import gated, linear, mlp
 from jaxserve.sharding import DEVICES, partition
+from pallas_kernels.dispatch import REFERENCE, Kernels
 
 AXES: dict[str, tuple[str | None, ...]] = {
     "router": (None, None),
@@ -36,7 +37,14 @@ AXES: dict[str, tuple[str | None, ...]] = {
 
 
 def moe(
-    spec: Moe, mesh: Mesh, params: dict[str, Any], x: jax.Array, real: jax.Array, asked: jax.Array | None = None
+    spec: Moe,
+    mesh: Mesh,
+    params: dict[str, Any],
+    x: jax.Array,
+    real: jax.Array,
+    asked: jax.Array | None = None,
+    *,
+    kernels: Kernels = REFERENCE,
 ) -> jax.Array:
     """The block's output, float32 ``[T, E]``, of rows ``x [T, E]``; rows that are not ``real`` (bool ``[T]``) get 0.
 
@@ -45,14 +53,16 @@ def moe(
     mine = {name: params[name] for name in AXES if name in params}
     specs = {name: partition(AXES[name]) for name in mine}
     whole = partition((None, None))
-    block = functools.partial(_block, spec)
+    block = functools.partial(_block, spec, kernels)
     run: Callable[..., jax.Array] = jax.shard_map(
         block, mesh=mesh, in_specs=(specs, whole, whole, partition((None,))), out_specs=whole, check_vma=False
     )
     return run(mine, x, x if asked is None else asked, real)
 
 
-def _block(spec: Moe, params: dict[str, Any], x: jax.Array, asked: jax.Array, real: jax.Array) -> jax.Array:
+def _block(
+    spec: Moe, kernels: Kernels, params: dict[str, Any], x: jax.Array, asked: jax.Array, real: jax.Array
+) -> jax.Array:
     """One device's part, summed over the devices."""
     ids, weights = route(spec.router, router_logits(params, asked), params.get("correction"))
     if spec.router.expert_scale:
@@ -60,13 +70,12 @@ def _block(spec: Moe, params: dict[str, Any], x: jax.Array, asked: jax.Array, re
     held = params["gate_up"].shape[0]
     local = ids - lax.axis_index("expert") * held
     kept = real[:, None] & (local >= 0) & (local < held)
-    out = experts.mix(
-        params, x, jnp.where(kept, local, held), weights, functools.partial(gated, spec.activation), "tensor"
-    )
+    join = functools.partial(gated, spec.activation)
+    out = experts.mix(params, x, jnp.where(kept, local, held), weights, join, "tensor", kernels)
     if spec.shared is not None:
         names = ("gate", "up", "down")
         shared = {name: params[f"shared_{name}"] for name in names}
-        brought = mlp(spec.shared, shared, x)
+        brought = mlp(spec.shared, shared, x, functools.partial(linear, kernels=kernels))
         if spec.gated:
             brought = brought * jax.nn.sigmoid(linear(x, params["shared_weight"]))
         out = out + jnp.where(real[:, None], brought, 0.0)

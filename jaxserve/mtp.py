@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxserve import decoder
 from jaxserve.context import Context, Setting, hidden
-from jaxserve.layers import linear, rms_norm
+from jaxserve.layers import rms_norm
 from jaxserve.params import Params
 
 
@@ -34,6 +34,6 @@ def predict(
     cfg, mine = at.cfg, params["predictors"][number]
     token = decoder.embed(cfg, params["embed"], following)
     parts = rms_norm(token, mine["embed_norm"], cfg.norm_eps), rms_norm(rows, mine["hidden_norm"], cfg.norm_eps)
-    start = hidden(cfg, linear(jnp.concatenate(parts, axis=-1), mine["join"]))
+    start = hidden(cfg, at.linear(jnp.concatenate(parts, axis=-1), mine["join"]))
     pages, out = decoder.layer(at, cfg.predictors[number], group, mine, pages, start, ctx)
     return pages, rms_norm(out.x, mine["norm"], cfg.norm_eps)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxserve.buckets import StepBucket
 from jaxserve.context import Context, Selected, Setting
 from jaxserve.layer_spec import Latent
-from jaxserve.layers import layer_norm, linear, rotate
+from jaxserve.layers import layer_norm, rotate
 from jaxserve.mla import absorb, inputs, lift, output
 from jaxserve.params import Params
 from pallas_kernels import indexer
@@ -36,7 +36,7 @@ def attend(
     """What attention to the chosen tokens brings to ``x [T, E]``, the ``pages`` of the layer's plane with the step's
     latents and index keys in them, and the choice: the layer's own where it has an indexer, otherwise ``chosen``.
     ``group`` is the layer's group of the cache."""
-    found = inputs(at.cfg, spec, params, x, ctx)
+    found = inputs(at, spec, params, x, ctx)
     latents, *others = pages
     latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
     if spec.indexer is not None:
@@ -49,7 +49,7 @@ def attend(
     local = partial(sparse_mla, rank=spec.rank, scale=spec.scale, kernels=at.kernels)
     heads = (None, "heads")
     mixed = at.over(local, [heads, (), (), ()], heads)(q, latents, rows, chosen.counts)
-    return output(params, lift(at, params, mixed)), (latents, *others), chosen
+    return output(at, params, lift(at, params, mixed)), (latents, *others), chosen
 
 
 def _choose(
@@ -66,11 +66,11 @@ def _choose(
     cfg, bucket, how = at.cfg, at.bucket, spec.indexer
     assert how is not None
     table = ctx.rope[cfg.ropes.index(spec.rope)]
-    keys = layer_norm(linear(x, params["index_k"]), params["index_k_norm"], params["index_k_bias"], how.eps)
+    keys = layer_norm(at.linear(x, params["index_k"]), params["index_k_norm"], params["index_k_bias"], how.eps)
     keys = rotate(keys[:, None], table, pairs=how.pairs)[:, 0]
     pages = write_keys(pages, keys, ctx.slots[group])
-    q = rotate(linear(q_latent, params["index_q"]), table, pairs=how.pairs)  # [T, Hi, Di]
-    gates = linear(x, params["index_gates"]) * how.heads**-0.5
+    q = rotate(at.linear(q_latent, params["index_q"]), table, pairs=how.pairs)  # [T, Hi, Di]
+    gates = at.linear(x, params["index_gates"]) * how.heads**-0.5
 
     def part(first: int, last: int, token: int, queries: int) -> tuple[jax.Array, jax.Array]:
         rows = last - first

@@ -39,6 +39,11 @@ class Kernels:
         return cls(mode, str(device.device_kind), str(device.compute_capability) if gpu else None)
 
     @property
+    def any(self) -> bool:
+        """Whether anything but a reference may run."""
+        return _unfit("mosaic", self) is None
+
+    @property
     def interpreted(self) -> bool:
         """Whether kernels run in the interpreter."""
         return self.mode == "mosaic" and self.capability is None

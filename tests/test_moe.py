@@ -17,7 +17,9 @@ from jaxserve.layer_spec import Activation, Dense, Moe, Router
 from jaxserve.layers import gated
 from jaxserve.moe import moe, route
 from jaxserve.quantization import MxArray, QuantArray
-from jaxserve.sharding import make_mesh
+from jaxserve.sharding import make_mesh, partition
+from pallas_kernels import grouped_matmul
+from pallas_kernels.dispatch import REFERENCE, Kernels
 
 SILU = functools.partial(gated, Activation())
 
@@ -225,3 +227,61 @@ def test_quantized_experts_equal_their_dequantized_selves(monkeypatch: pytest.Mo
         plain = {name: weight.dequantize() for name, weight in packed.items()}
         wanted = run(plain)
         np.testing.assert_allclose(run(packed), wanted, rtol=1e-4, atol=1e-3 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("skew", ["even", "all to one", "none"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_whole_blocks_bring_what_tiles_bring(tokens: int, skew: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of kernels, with the reference in a kernel's place: what blocks that there are not bring is NaN, and
+    comes through to nobody. Some choices are of no expert."""
+    spec = Moe(8, 24, Router("softmax", 3), bias=True)
+    params = weights_of(spec, 16)
+    rng = np.random.default_rng(tokens)
+    chosen = {
+        "even": np.stack([rng.permutation(9)[:3] for _ in range(tokens)]),
+        "all to one": np.full((tokens, 3), 5),
+        "none": np.full((tokens, 3), 8),
+    }[skew]
+    x = jnp.asarray(rng.standard_normal((tokens, 16)), jnp.float32)
+    weights = jnp.asarray(rng.random((tokens, 3)), jnp.float32)
+    product = grouped_matmul.grouped_matmul
+
+    def poisoned(x, data, scale, group, total, *, kernels, **options):
+        out = product(x, data, scale, group, total, kernels=REFERENCE, **options)
+        return jnp.where((jnp.arange(len(x)) < total)[:, None, None], out, jnp.nan)
+
+    monkeypatch.setattr(grouped_matmul, "grouped_matmul", poisoned)
+    whole = partition((None,))
+
+    def both(params, x, chosen, weights):
+        found = []
+        for by_kernel in (True, False):
+            monkeypatch.setattr(experts, "kernel", lambda weight, kernels, answer=by_kernel: answer)
+            found.append(experts.mix(params, x, chosen, weights, SILU, "tensor"))
+        return jnp.stack(found)
+
+    run = jax.shard_map(both, mesh=make_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
+    got, want = jax.jit(run)(params, x, jnp.asarray(chosen, jnp.int32), weights)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert (skew == "none") == (not np.asarray(want).any())
+
+
+def test_the_kernel_for_hopper_mixes_quantized_experts() -> None:
+    """In the interpreter; the products of experts that nobody chose are not looked at."""
+    rng = np.random.default_rng(4)
+    chosen = jnp.asarray([[2], [2]], jnp.int32)
+    x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+    params = {
+        name: QuantArray(
+            jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn).at[1].set(jnp.nan),
+            jnp.asarray(rng.random([size // block for size, block in zip(shape, blocks, strict=True)]), jnp.float32),
+            blocks,
+            "bfloat16",
+        )
+        for name, shape, blocks in (("gate_up", (4, 2, 32, 64), (1, 1, 32, 64)), ("down", (4, 64, 32), (1, 64, 32)))
+    }
+    weights = jnp.asarray(rng.random(chosen.shape), jnp.float32)
+    run = jax.jit(lambda kernels: experts.mix(params, x, chosen, weights, SILU, "tensor", kernels), static_argnums=0)
+    got, want = run(Kernels("mosaic")), run(REFERENCE)
+    np.testing.assert_allclose(got, want, atol=1e-2 * float(jnp.abs(want).max()))
+    assert np.isfinite(want).all()

@@ -17,7 +17,9 @@ import checkpoints
 import jaxserve
 from checkpoints import TensorInfo
 from jaxserve import models, params, quantization
+from jaxserve.buckets import StepBucket
 from jaxserve.config import ConfigError, ModelConfig
+from jaxserve.context import Setting
 from jaxserve.declare import declare
 from jaxserve.layers import linear
 from jaxserve.models import FAMILIES
@@ -25,6 +27,7 @@ from jaxserve.models.weights import param_specs
 from jaxserve.params import ParamSpec, WeightError
 from jaxserve.quantization import BlockFp8, QuantArray
 from jaxserve.sharding import Parallel, make_mesh
+from pallas_kernels.dispatch import Kernels
 
 E4M3 = ml_dtypes.float8_e4m3fn
 BLOCK = 8
@@ -204,6 +207,24 @@ def test_products_equal_those_of_dequantized_weights(dtype: str, rows: int) -> N
         got, want = product(x, layer[name], inputs), product(x, exact[name], inputs)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
         assert got.shape == want.shape
+
+
+@pytest.mark.parametrize(("devices", "groups"), [(2, 1), (8, 4)])
+def test_devices_multiply_their_own_parts(devices: int, groups: int) -> None:
+    """As for kernels, which XLA does not divide: outputs, or inputs, are cut as the weight is, and parts are summed."""
+    cfg, parallel, mesh = model(config()), Parallel(devices, groups), make_mesh(devices, groups)
+    fp8, _ = checkpoints_of(cfg, "weight_scale_inv")
+    specs = quantization.quantized(specs_of(cfg, parallel, fp8), BlockFp8(BLOCK), fp8.tensors, parallel, "float32")
+    layer = params.load(specs, fp8, "float32", mesh)["layers"][0]
+    at = Setting(cfg, StepBucket(5, 0, 0), mesh, Kernels("auto", "NVIDIA H200", "9.0"))
+    for name, inputs in (("qkv", 1), ("o", 3), ("gate", 1), ("down", 1)):
+        weight = layer[name]
+        width = int(np.prod(weight.shape[-inputs:]))
+        x = np.random.default_rng(1).standard_normal((5, width), np.float32)
+        got = jax.jit(at.linear, static_argnums=2)(x, weight, inputs)
+        want = jax.jit(linear, static_argnums=2)(x, weight, inputs)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
+        assert got.sharding.is_fully_replicated == (name in ("o", "down"))
 
 
 def test_a_cut_of_a_weight_is_a_cut_of_what_it_means() -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.quantization.mx_array import MxArray
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.quant_matmul import dequantize, quant_matmul
 
 
@@ -28,6 +28,8 @@ class QuantArray:
     blocks: tuple[int, ...] = field(metadata={"static": True})
     dtype: str = field(metadata={"static": True})
     """What the weight is rounded to for a product: the engine's dtype."""
+    axes: tuple[str | None, ...] = field(default=(), metadata={"static": True})
+    """The logical axes that devices divide it by; empty: they do not."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,15 +39,20 @@ class QuantArray:
         """The whole weight, in ``dtype``."""
         return dequantize(self.data, self.scale, self.blocks).astype(self.dtype)
 
-    def matmul(self, x: jax.Array, inputs: int) -> jax.Array:
+    def matmul(self, x: jax.Array, inputs: int, kernels: Kernels = REFERENCE) -> jax.Array:
         """``x [T, in]`` times this weight, whose last ``inputs`` axes are ``in``; float32 ``[T, out]``."""
         outer = len(self.shape) - inputs
 
         def matrix(array: jax.Array) -> jax.Array:
             return array.reshape(math.prod(array.shape[:outer]), -1)
 
-        blocks = (self.blocks[outer - 1], self.blocks[-1])  # blocks of the axes merged before them are 1
-        return quant_matmul(x, matrix(self.data), matrix(self.scale), blocks, jnp.dtype(self.dtype))
+        blocks = self.sides(inputs)
+        return quant_matmul(x, matrix(self.data), matrix(self.scale), blocks=blocks, dtype=self.dtype, kernels=kernels)
+
+    def sides(self, inputs: int) -> tuple[int, int]:
+        """The blocks of the matrix whose columns are the last ``inputs`` axes: those of the axes merged before others
+        are 1."""
+        return self.blocks[len(self.shape) - inputs - 1], self.blocks[-1]
 
 
 Weight = jax.Array | QuantArray | MxArray

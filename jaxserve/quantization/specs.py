@@ -81,7 +81,8 @@ def _pair(spec: ParamSpec, rule: BlockFp8, scales: Mapping[str, str], parallel: 
 
     pieces = {scales[name]: sides[name] for name in scales}
     data = replace(spec, dtype=E4M3.name)
-    return QuantArray(data, replace(spec, shape=shape, pieces=pieces, fill=fill, dtype="float32"), blocks, dtype)
+    scale = replace(spec, shape=shape, pieces=pieces, fill=fill, dtype="float32")
+    return QuantArray(data, scale, blocks, dtype, tuple(spec.axes))
 
 
 def block_shape(spec: ParamSpec, block: int, parallel: Parallel) -> tuple[int, ...]:

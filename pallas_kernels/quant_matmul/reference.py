@@ -6,6 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.grouped_matmul.case import Case
+
+
+def declines(case: Case, kernels: Kernels) -> str | None:
+    """Nothing."""
+    return None
+
 
 def dequantize(data: jax.Array, scale: jax.Array, blocks: Sequence[int]) -> jax.Array:
     """float32 of e4m3 ``data``; ``scale`` has an element for every ``blocks[i]`` elements of axis i, whose last block
@@ -17,16 +25,29 @@ def dequantize(data: jax.Array, scale: jax.Array, blocks: Sequence[int]) -> jax.
 
 
 def quant_matmul(
-    x: jax.Array, data: jax.Array, scale: jax.Array, blocks: tuple[int, int], dtype: jnp.dtype
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+    *,
+    blocks: tuple[int, int],
+    dtype: str,
+    kernels: Kernels = REFERENCE,
 ) -> jax.Array:
     """``x [T, in]`` times e4m3 ``data [out, in]`` with its scales (see ``dequantize``), float32 ``[T, out]``.
 
-    Both factors are rounded to ``dtype``; products are summed in float32. A single row is doubled where dtype has 16
-    bits: XLA's CPU backend has no fast path for one.
+    Both factors are rounded to ``dtype``; products are summed in float32.
     """
-    weight = dequantize(data, scale, blocks).astype(dtype)
+    return product(x, dequantize(data, scale, blocks), dtype)
+
+
+def product(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
+    """``x [T, in]`` times ``weight [out, in]`` as ``dtype``, summed in float32.
+
+    A single row is doubled where dtype has 16 bits: XLA's CPU backend has no fast path for one.
+    """
     rows = x.shape[0]
     x = x.astype(dtype)
     if rows == 1 and x.dtype.itemsize < 4:
         x = jnp.concatenate([x, x])
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:rows]
+    dims = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight.astype(dtype), dims, preferred_element_type=jnp.float32)[:rows]

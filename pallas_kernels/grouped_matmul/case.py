@@ -1,0 +1,24 @@
+"""What implementations of products with grouped weights choose by."""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Case:
+    """The facts of a call that matter."""
+
+    dtype: str
+    """Of the factors of the product."""
+    data: str
+    """The weights' dtype in memory."""
+    outputs: int
+    inputs: int
+    blocks: tuple[int, int] = (1, 1)
+    """How many of the outputs and of the inputs share a scale, where there are scales."""
+
+    @classmethod
+    def of(cls, data: jax.Array, blocks: tuple[int, int], dtype: str) -> "Case":
+        outputs, inputs = data.shape[-2:]
+        return cls(dtype, str(data.dtype), outputs, inputs, blocks)
