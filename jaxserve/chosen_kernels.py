@@ -14,7 +14,7 @@ from jaxserve.params import Specs
 from jaxserve.programs import ProgramSet
 from jaxserve.quantization import QuantArray
 from jaxserve.sharding import HeadLayout
-from pallas_kernels import grouped_matmul, mla_attention, paged_attention, quant_matmul, sparse_mla
+from pallas_kernels import grouped_matmul, indexer, mla_attention, paged_attention, quant_matmul, sparse_mla
 from pallas_kernels.dispatch import KernelError, choose
 
 
@@ -40,6 +40,10 @@ def chosen(programs: ProgramSet) -> dict[str, str]:
             latents = (pages.dtype, pages.rank, pages.rope, here)
             if mixer.sparse:
                 cases["sparse_mla"] = (sparse_mla.__name__, sparse_mla.Case(*latents))
+                if (own := mixer.indexer) is not None:
+                    keys = programs.cache.planes[place.plane][1]
+                    sizes = own.heads, own.dim, programs.page_size
+                    cases["indexer"] = (indexer.__name__, indexer.Case(keys.dtype, *sizes))
             else:
                 cases["mla_attention, decode"] = (mla_attention.__name__, mla_attention.Case(*latents, 1))
         products = list(_products(programs.specs["layers"][number], parts[number]))

@@ -6,6 +6,7 @@ positions in the sequence (``Selected``), so that layers after the one that chos
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,16 +73,18 @@ def _choose(
     q = rotate(at.linear(q_latent, params["index_q"]), table, pairs=how.pairs)  # [T, Hi, Di]
     gates = at.linear(x, params["index_gates"]) * how.heads**-0.5
 
+    local: Any = partial(indexer.select, top_k=how.top_k, kernels=at.kernels)
+    select = at.over(local, [()] * 6, ())
+
     def part(first: int, last: int, token: int, queries: int) -> tuple[jax.Array, jax.Array]:
         rows = last - first
         here = slice(token, token + rows * queries)
-        positions, counts = indexer.select(
+        positions, counts = select(
             q[here].reshape(rows, queries, *q.shape[1:]),
             gates[here].reshape(rows, queries, -1),
             pages,
             ctx.tables[group, first:last],
             *ctx.spans[:, first:last],
-            top_k=how.top_k,
         )
         return positions.reshape(rows * queries, -1), counts.reshape(-1)
 

@@ -1,5 +1,7 @@
 """The indexer of sparse attention against numpy: scores in every format, and exactly which positions are chosen."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +129,7 @@ def test_the_largest_heads_in_little_memory() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 420 << 20
 
 
-KERNELS = {
+KERNELS: dict[str, dict[str, Any]] = {
     "records, 64 heads": {"dtype": "uint8", "queries": 1, "heads": 64, "dim": 128, "page": 32, "width": 5},
     "blocks, half a page a step": {"dtype": "bfloat16", "queries": 10, "dim": 32, "page": 48, "width": 3},
     "blocks of records": {"dtype": "uint8", "queries": 9, "dim": 128, "page": 64, "width": 2},

@@ -18,7 +18,7 @@ NEAR = 0.06
 
 def answer(model: Path, kernels: str, cache: str, **options: Any) -> list[TokenLogprob]:
     prompt = reference("deepseek_v32")["input_ids"][0].tolist()[:20]
-    with jaxserve.LLM(str(model), **SMALL, cache_dir=cache, kernels=kernels, **options) as llm:
+    with jaxserve.LLM(str(model), **{**SMALL, **options}, cache_dir=cache, kernels=kernels) as llm:
         assert all(choice.startswith(kernels) for choice in llm.report()["kernels"].values()), llm.report()["kernels"]
         (output,) = llm.generate([prompt], max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
         idle(llm)
@@ -51,7 +51,7 @@ def test_heads(programs_dir: str) -> None:
 
 def test_latents_and_chosen_ones(tmp_path: Path, programs_dir: str) -> None:
     model = latents(tmp_path, "deepseek_v32")
-    assert_same(model, programs_dir, load_format="random", kv_cache_dtype="fp8_ds_mla")
+    assert_same(model, programs_dir, load_format="random", kv_cache_dtype="fp8_ds_mla", page_size=32)
 
 
 def test_what_no_kernel_runs_is_refused(programs_dir: str) -> None:
