@@ -12,6 +12,19 @@ import jaxserve
 
 REAL = json.loads((Path(__file__).parent / "fixtures" / "smollm2_reference.json").read_text())
 
+SHARDED = [
+    ("llama3", 2),
+    ("qwen3", 8),
+    ("qwen3_fp8_block", 2),
+    ("qwen3_moe", 8),
+    ("gpt_oss_mxfp4", 2),
+    ("gemma4_dense", 8),
+    ("deepseek_v3", 2),
+    ("deepseek_v32", 8),
+    ("glm_moe_dsa", 4),
+]
+"""Kinds of heads, experts, records and latents, on a number of devices each."""
+
 
 class Spy:
     """Keeps the logits of everything the engine computes, by wrapping its compiled heads."""
@@ -33,10 +46,12 @@ class Spy:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each family on one device, and on 2 or 8; with ``--whole`` on 1, 2, 4 and 8."""
+    """Each family on one device, and one of each kind on several; with ``--whole`` all on 1, 2, 4 and 8."""
     if metafunc.definition.originalname == "test_reference_numbers":
-        counts = [(1, 2, 4, 8)] * 2 if metafunc.config.getoption("--whole") else [(1, 2), (1, 8)]
-        cases = [(family, count) for number, family in enumerate(FAMILIES) for count in counts[number % 2]]
+        if metafunc.config.getoption("--whole"):
+            cases = [(family, count) for family in FAMILIES for count in (1, 2, 4, 8)]
+        else:
+            cases = [(family, 1) for family in FAMILIES] + SHARDED
         metafunc.parametrize(("family", "tensor_parallel"), cases)
 
 
