@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jaxserve import targets
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.sharding import sharding
+from pallas_kernels import indexer
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.kv_write import write_heads, write_keys, write_latent
 from pallas_kernels.mla_attention import mla_attention
@@ -132,6 +133,23 @@ def heads_written(tokens: int, dtype: Any) -> Call:
     return writes(write_heads, array(8193, 2, 8, *head, dtype=dtype), *[(tokens, 8, 128)] * 2)
 
 
+def index(rows: int, queries: int, dtype: Any) -> Call:
+    """DeepSeek V3.2's indexer, contexts of up to 32,768."""
+
+    def call(q, gates, pages, tables, starts, counts):
+        return indexer.select(q, gates, pages, tables, starts, counts, kernels=HOPPER, top_k=2048)
+
+    shapes = (
+        array(rows, queries, 64, 128, dtype=jnp.float32),
+        array(rows, queries, 64, dtype=jnp.float32),
+        array(8193, *((32 * 132,) if dtype == jnp.uint8 else (32, 128)), dtype=dtype),
+        array(rows, 1024, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+        array(rows, dtype=jnp.int32),
+    )
+    return call, shapes, ()
+
+
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
@@ -143,6 +161,9 @@ KERNELS = (
     Kernel("mla_attention decode bf16", lambda: latents(64, jnp.bfloat16)),
     Kernel("sparse_mla fp8_ds_mla 128 heads", lambda: sparse(64, 128, jnp.uint8)),
     Kernel("sparse_mla bf16 128 heads", lambda: sparse(64, 128, jnp.bfloat16)),
+    Kernel("indexer decode fp8 64 heads", lambda: index(64, 1, jnp.uint8)),
+    Kernel("indexer prefill fp8 64 heads", lambda: index(32, 32, jnp.uint8)),
+    Kernel("indexer prefill bf16 64 heads", lambda: index(32, 32, jnp.bfloat16)),
     Kernel("kv_write heads bf16", lambda: heads_written(64, jnp.bfloat16)),
     Kernel("kv_write heads fp8, 8192 tokens", lambda: heads_written(8192, jnp.uint8)),
     Kernel(
