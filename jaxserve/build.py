@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 import checkpoints
-from jaxserve import memory, models, params, quantization
+from jaxserve import hot_size, memory, models, params, quantization
 from jaxserve.batch import Packer
 from jaxserve.buckets import Buckets
 from jaxserve.chosen_kernels import chosen
@@ -29,6 +29,7 @@ from jaxserve.programs import ProgramSet
 from jaxserve.progress import Progress
 from jaxserve.random_weights import RandomWeights
 from jaxserve.report import Report
+from jaxserve.residency import HotShape, Residency
 from jaxserve.runner import DeviceState, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.sharding import make_mesh
@@ -129,6 +130,9 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
     marks = None
     if config.watermark is not None and programs.mark is not None:
         marks = MarkSlots(programs.mark, limits.max_num_seqs + 1, config.watermark.alpha)
+    residency = None
+    if programs.hot is not None:
+        residency = Residency(programs.hot, limits.num_pages, config.page_size)
     packer = Packer(
         limits.buckets,
         width=programs.width,
@@ -137,6 +141,7 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
         groups=programs.groups,
         stop_ids=tuple(eos),
         marks=marks,
+        residency=residency,
     )
     pool = PagePool(limits.num_pages, config.page_size, programs.cache.windows)
     tier = None
@@ -150,11 +155,13 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
         cache=PrefixCache(pool, "" if stores is None else stores.identity, tier, stores)
         if config.prefix_caching
         else None,
+        residency=residency,
     )
     metrics = EngineMetrics(
         model_name=config.served_name or config.model,
         prefix=config.metrics_prefix,
         watermark=config.watermark is not None,
+        sparse_host=residency is not None,
     )
     metrics.follow_executables(store.tally)
     metrics.cache_config(
@@ -219,7 +226,9 @@ def size(
     if host_bytes and not gpu:
         memory.reuse_freed_blocks()
 
-    def programs(num_pages: int, max_model_len: int) -> ProgramSet:
+    hot_size.check(config, model, gpu=gpu)
+
+    def programs(num_pages: int, max_model_len: int, hot: HotShape | None = None) -> ProgramSet:
         width = -(-max_model_len // config.page_size)
         return ProgramSet(
             cfg=model,
@@ -236,6 +245,7 @@ def size(
             mark=mark_spec(config, max_model_len),
             kernels=Kernels.of(device, config.kernels),
             layers_per_program=per_program,
+            hot=hot,
         )
 
     weights = params.nbytes(specs, dtype) // config.tensor_parallel
@@ -252,7 +262,12 @@ def size(
     def fits(pages: int) -> int:
         return windows.longest(pages - 1, step, longest)
 
-    num_pages = _steady(most, need + 1, lambda pages: store.has(programs(pages, fits(pages)).zeros()))
+    hot = None
+    if config.sparse_host == "off":
+        num_pages = _steady(most, need + 1, lambda pages: store.has(programs(pages, fits(pages)).zeros()))
+    else:
+        sizes = {"budget": budget, "longest": longest, "max_num_seqs": max_num_seqs, "block": buckets.block}
+        hot, num_pages = hot_size.hot_shape(config, model, cache, **sizes)
     if (length := fits(num_pages)) < longest:
         if config.max_model_len is not None or length < 2:
             raise ConfigError(
@@ -265,7 +280,7 @@ def size(
     if link is not None and link.sidecar is not None:
         text = sum(windows.most(0, longest, step)) * config.page_size * cache.token_bytes
         pool_bytes, host_bytes = host_bytes, memory.staging(host_bytes, text)
-    return programs(num_pages, longest), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes, pool_bytes)
+    return programs(num_pages, longest, hot), Limits(longest, max_num_seqs, buckets, num_pages, host_bytes, pool_bytes)
 
 
 def _steady(most: int, least: int, stored: Callable[[int], bool]) -> int:
@@ -452,6 +467,8 @@ def _describe_cache(
         host_tokens_that_fit=limits.host_bytes // programs.record_bytes // len(windows) * size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
+    if programs.hot is not None:
+        report.add("sparse host", **hot_size.describe(programs.hot, cache, size, pages, limits.max_model_len))
     if any(cache.windows):
         held = windows.most(0, limits.max_model_len, step)
         groups = [

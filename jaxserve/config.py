@@ -125,6 +125,18 @@ class EngineConfig:
     kv_checksums: bool = _option(
         False, "Compare every KV page with its checksum before it comes back from the host (to find faults; slow)."
     )
+    sparse_host: str = _option(
+        "off",
+        "Latents of sparse attention in host memory: off, auto (a sequence reads from there when the device runs "
+        "short), or always (after its prompt).",
+    )
+    sparse_host_gib: float | None = _option(
+        None, "GiB of host memory for them; by default what the longest sequences take, at most half of what is free."
+    )
+    hot_buffer_tokens: int | None = _option(
+        None,
+        "Latents that a device keeps of a sequence that reads from the host; twice the indexer's choice by default.",
+    )
     mtp: bool = _option(
         False, "Load the checkpoint's layers for multi-token prediction too. Nothing uses them yet but jaxserve.mtp."
     )
@@ -173,6 +185,7 @@ class EngineConfig:
             ("page_size", 1),
             ("kv_cache_memory_bytes", 1),
             ("layers_per_program", 0),
+            ("hot_buffer_tokens", 1),
         ):
             value = getattr(self, name)
             if value is None and type(self).__dataclass_fields__[name].default is None:
@@ -190,13 +203,16 @@ class EngineConfig:
         share = self.device_memory_utilization
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ConfigError(f"device_memory_utilization must be in (0, 1], got {share!r}")
-        for name in ("host_kv_gib", "disk_kv_gib"):
+        for name in ("sparse_host_gib", "hot_buffer_tokens"):
+            if getattr(self, name) is not None and self.sparse_host == "off":
+                raise ConfigError(f"{name} needs sparse_host auto or always")
+        for name in ("host_kv_gib", "disk_kv_gib", "sparse_host_gib"):
             room = getattr(self, name)
             if room is None:
                 continue
             if isinstance(room, bool) or not isinstance(room, int | float) or not 0 <= room < 2**20:
                 raise ConfigError(f"{name} must be a number of at least 0, got {room!r}")
-            if room and not self.prefix_caching:
+            if room and name != "sparse_host_gib" and not self.prefix_caching:
                 raise ConfigError(f"{name} needs prefix_caching")
         if self.disk_kv_path is not None and not (isinstance(self.disk_kv_path, str) and self.disk_kv_path.strip()):
             raise ConfigError(f"disk_kv_path must name a folder, got {self.disk_kv_path!r}")
@@ -214,6 +230,7 @@ class EngineConfig:
             ("load_format", ("auto", "sidecar", "ipc_cache", "random")),
             ("sidecar", ("off", "auto")),
             ("sidecar_fallback", ("error", "disk")),
+            ("sparse_host", ("off", "auto", "always")),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

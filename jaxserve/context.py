@@ -17,6 +17,7 @@ from jaxserve.buckets import StepBucket
 from jaxserve.config import ModelConfig
 from jaxserve.layers import linear, rope_table
 from jaxserve.quantization import QuantArray, Weight
+from jaxserve.residency import HotShape
 from jaxserve.sharding import RULES, partition
 from pallas_kernels.dispatch import REFERENCE, Kernels
 
@@ -31,6 +32,8 @@ class Setting:
     bucket: StepBucket
     mesh: Mesh
     kernels: Kernels = REFERENCE
+    hot: HotShape | None = None
+    """What the devices hold of latents whose home is the host; None: the devices are their home."""
 
     @property
     def cpu(self) -> bool:
@@ -78,11 +81,22 @@ class Context(NamedTuple):
         return self.slots[0] >= 0
 
 
+class Fetch(NamedTuple):
+    """Where the chosen latents are on the devices, and which have to be brought there before: the same for every layer
+    that uses a choice (see ``pallas_kernels.resolver``)."""
+
+    rows: jax.Array  # int32 [T, k]: rows of the plane's latents, -1 for none
+    moves: tuple[jax.Array, ...]  # int32 [2, n, M] of the decode rows, and of the blocks: rows of the host's pages,
+    # and those of the plane's latents that they go to; -1 for none
+    counts: jax.Array  # int32 [3]: rows that were there, rows that were not, and those found nowhere
+
+
 class Selected(NamedTuple):
     """Which earlier tokens each token attends to, where an indexer chooses them."""
 
     positions: jax.Array  # int32 [T, k]: the chosen ones first, then -1
     counts: jax.Array  # int32 [T]: how many they are
+    fetch: Fetch | None = None  # where latents are the host's
 
 
 class Hidden(NamedTuple):
@@ -90,6 +104,7 @@ class Hidden(NamedTuple):
 
     x: jax.Array  # float32 [T, E]
     selected: Selected | None = None  # where layers use the choice of one before them
+    fetched: jax.Array | None = None  # int32 [3]: the layers' ``Fetch.counts`` so far, where latents are the host's
 
 
 def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
@@ -105,9 +120,17 @@ def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Ar
     return Context(tuple(rope_table(rope, position) for rope in cfg.ropes), slots, position, tables, spans)
 
 
-def hidden(cfg: ModelConfig, x: jax.Array) -> Hidden:
-    """What the first layer is handed: embeddings, and an empty choice."""
-    if cfg.handed_on is None:
-        return Hidden(x)
-    tokens = len(x)
-    return Hidden(x, Selected(jnp.full((tokens, cfg.handed_on), -1, jnp.int32), jnp.zeros(tokens, jnp.int32)))
+def hidden(at: Setting, x: jax.Array) -> Hidden:
+    """What the first layer is handed: embeddings, and an empty choice where choices are handed on."""
+    hot, bucket, chosen = at.hot, at.bucket, at.cfg.handed_on
+    fetched = None if hot is None else jnp.zeros(3, jnp.int32)
+    if chosen is None:
+        return Hidden(x, None, fetched)
+    nothing = jnp.full((bucket.tokens, chosen), -1, jnp.int32)
+    selected = Selected(nothing, jnp.zeros(bucket.tokens, jnp.int32))
+    if hot is not None:
+        parts = [(bucket.decodes, 1), (bucket.blocks, bucket.block)]
+        shapes = [(2, rows, min(queries * chosen, hot.rows)) for rows, queries in parts if rows]
+        moves = tuple(jnp.full(shape, -1, jnp.int32) for shape in shapes)
+        selected = selected._replace(fetch=Fetch(nothing, moves, jnp.zeros(3, jnp.int32)))
+    return Hidden(x, selected, fetched)

@@ -35,6 +35,8 @@ def layer(
     if isinstance(spec.mixer, Latent) and spec.mixer.sparse:
         chosen = hidden.selected
         out, pages, chosen = sparse.attend(at, spec.mixer, group, params, pages, normed, ctx, chosen)
+        if hidden.fetched is not None and chosen.fetch is not None:
+            hidden = hidden._replace(fetched=hidden.fetched + chosen.fetch.counts)
         hidden = hidden if cfg.handed_on is None else hidden._replace(selected=chosen)
     elif isinstance(spec.mixer, Latent):
         out, pages = mla.attend(at, spec.mixer, group, params, pages, normed, ctx)

@@ -308,6 +308,13 @@ class Engine:
             self.metrics.restored(restore.block.nbytes, now - launched)
         for rows, values in result.prompt:
             self._prompt_logprobs(rows, LogprobRows(*values))
+        if (residency := self.scheduler.residency) is not None:
+            hits, misses, lost = result.fetched.tolist()
+            if lost:
+                raise RuntimeError(f"{lost} chosen latents are neither on the device nor in a buffer")
+            shape = residency.shape
+            pages = len(plan.fetches) * residency.page_size * shape.planes * shape.row_bytes
+            self.metrics.sparse_host(hits, misses, misses * shape.row_bytes, pages)
         logprobs = LogprobRows(*result.logprobs) if result.logprobs is not None else None
         intervals: list[float | None] = []
         for i, (seq, token) in enumerate(zip(plan.sampled, result.tokens.tolist(), strict=True)):
@@ -431,6 +438,8 @@ class Engine:
             self.metrics.preempted(scheduler.preemptions - self._preemptions)
             self._preemptions = scheduler.preemptions
         self.metrics.step(tokens, len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)
+        if (residency := scheduler.residency) is not None:
+            self.metrics.residency(residency.usage, residency.host_backed, residency.moved_out, residency.moved_in)
         self._note_transfers()
 
     def _note_transfers(self) -> None:

@@ -162,6 +162,7 @@ class EngineMetrics(Collector):
         model_name: str = "",
         prefix: str = "jaxserve",
         watermark: bool = False,
+        sparse_host: bool = False,
     ):
         self.registry = CollectorRegistry() if registry is None else registry
         self._model_name, self._prefix, self._lock = model_name, prefix + ":", threading.Lock()
@@ -230,6 +231,24 @@ class EngineMetrics(Collector):
         marks = ("watermarked", "skipped", "not_watermarked")
         if watermark:
             self._watermark = counter("watermark_requests", "Finished requests by what was marked.", "status", marks)
+        if sparse_host:
+            self._rows = counter(
+                "sparse_host_rows",
+                "Latents that sequences reading from the host chose, by whether the device had them.",
+                "found",
+                ("hit", "miss"),
+            )
+            self._fetched = counter(
+                "sparse_host_to_device_bytes",
+                "Bytes of latents brought from the host: single rows in a step, pages before it.",
+                "kind",
+                ("rows", "pages"),
+            )
+            self._frames = gauge("sparse_host_frames_usage_perc", "Share of the frames in use; 1 is all of them.")
+            self._backed = gauge("sparse_host_backed_sequences", "Sequences that read from the host.")
+            self._sides = counter(
+                "sparse_host_moves", "Times a sequence began to read from the host, and stopped.", "way", ("out", "in")
+            )
         self._compilations = counter(
             "compilations_after_ready", "Executables traced or compiled after ready; ought to be 0."
         )
@@ -375,6 +394,21 @@ class EngineMetrics(Collector):
         """How full the host tier is, and the pages it has lost from the start."""
         self._host_usage.value = usage
         self._dropped.values |= dict(zip(LOSSES, (evicted, refused, damaged), strict=True))
+
+    @_guarded
+    def sparse_host(self, hits: int, misses: int, row_bytes: int, page_bytes: int) -> None:
+        """A step has read so many rows through the buffers of sequences, and brought so many bytes there and to
+        frames."""
+        self._rows.add(hits, "hit")
+        self._rows.add(misses, "miss")
+        self._fetched.add(row_bytes, "rows")
+        self._fetched.add(page_bytes, "pages")
+
+    @_guarded
+    def residency(self, frames: float, backed: int, moved_out: int, moved_in: int) -> None:
+        """The share of frames in use, sequences that read from the host, and moves from the start."""
+        self._frames.value, self._backed.value = frames, backed
+        self._sides.values |= {"out": moved_out, "in": moved_in}
 
     @_guarded
     def store(self, name: str, usage: float, record_bytes: int, counts: StoreCounts) -> None:

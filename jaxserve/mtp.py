@@ -34,6 +34,6 @@ def predict(
     cfg, mine = at.cfg, params["predictors"][number]
     token = decoder.embed(cfg, params["embed"], following)
     parts = rms_norm(token, mine["embed_norm"], cfg.norm_eps), rms_norm(rows, mine["hidden_norm"], cfg.norm_eps)
-    start = hidden(cfg, at.linear(jnp.concatenate(parts, axis=-1), mine["join"]))
+    start = hidden(at, at.linear(jnp.concatenate(parts, axis=-1), mine["join"]))
     pages, out = decoder.layer(at, cfg.predictors[number], group, mine, pages, start, ctx)
     return pages, rms_norm(out.x, mine["norm"], cfg.norm_eps)

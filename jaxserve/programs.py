@@ -10,21 +10,22 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve import decoder, sampler, transfers, untouched
-from jaxserve.batch import CHOICE_FIELDS, COPIES, ints_size, split_ints
+from jaxserve import decoder, hot, sampler, transfers, untouched
+from jaxserve.batch import CHOICE_FIELDS, COPIES, FETCHES, ints_size, split_ints
 from jaxserve.buckets import Buckets, StepBucket
 from jaxserve.cache_spec import CacheSpec, LayerCache, Pages
 from jaxserve.config import ModelConfig
-from jaxserve.context import Context, Hidden, Selected, Setting, context, hidden
+from jaxserve.context import Context, Hidden, Setting, context, hidden
 from jaxserve.executables import Program
 from jaxserve.host_tier import SIZES
+from jaxserve.hot import HotPlane
 from jaxserve.layer_spec import LayerSpec
 from jaxserve.params import Abstract, Params, Specs, abstract
 from jaxserve.request import MAX_LOGPROBS
@@ -33,6 +34,7 @@ from jaxserve.sharding import sharding
 from jaxserve.watermark import marking
 from jaxserve.watermark.slots import ROW, MarkSpec
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.resolver import Hot
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,17 @@ class ProgramSet:
         return self.array((self.num_pages, *kind.page(self.page_size)), kind.dtype, (None, *kind.axes))
 
     @cached_property
-    def kv(self) -> list[tuple[Abstract, ...]]:
-        """Abstract pages of all planes."""
-        return [tuple(self.pages(kind) for kind in plane) for plane in self.cache.planes]
+    def kv(self) -> list[tuple[Any, ...]]:
+        """Abstract pages of all planes, and what the devices hold of them where latents are the host's."""
+        return [(*map(self.pages, plane), *self._hot_plane(plane)) for plane in self.cache.planes]
+
+    def _hot_plane(self, plane: tuple[Pages, ...]) -> tuple[HotPlane, ...]:
+        if self.hot is None:
+            return ()
+        latents, shape, size = plane[0], self.hot, self.page_size
+        near = self.array((shape.frames + shape.regions * shape.rows // size, *latents.page(size)), latents.dtype)
+        held = self.array((shape.regions, shape.rows), jnp.int32)
+        return (HotPlane(near, Hot(held, held) if len(plane) > 1 else None),)
 
     @property
     def groups(self) -> int:
@@ -168,18 +178,18 @@ class ProgramSet:
             self.array((bucket.tokens,), jnp.int32),
             self.array((self.tables, bucket.rows, self.width), jnp.int32),
             self.array((2, bucket.rows), jnp.int32),
-            *((tokens, self.hidden(bucket.tokens)) if self.cfg.embeds_per_layer else (None, None)),
-            None if self.hot is None else self.array((bucket.rows,), jnp.int32),
+            tokens=tokens if self.cfg.embeds_per_layer else None,
+            embedded=self.hidden(bucket.tokens) if self.cfg.embeds_per_layer else None,
+            regions=None if self.hot is None else self.array((bucket.rows,), jnp.int32),
         )
 
     def between(self, bucket: StepBucket) -> Hidden:
         """What passes from layer to layer."""
         x = self.hidden(bucket.tokens)
-        if (chosen := self.cfg.handed_on) is None:
+        if self.cfg.handed_on is None and self.hot is None:
             return Hidden(x)
-        return Hidden(
-            x, Selected(self.array((bucket.tokens, chosen), jnp.int32), self.array((bucket.tokens,), jnp.int32))
-        )
+        shapes = jax.eval_shape(partial(hidden, self.setting(bucket)), x)
+        return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), shapes)
 
     def zeros(self) -> Program:
         """Makes the state of an engine that has run nothing: (last tokens, slots, pages by plane, marks)."""
@@ -203,19 +213,22 @@ class ProgramSet:
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
         pairs = self.array((2, COPIES), jnp.int32)
-        yield self._program("copy", transfers.copy_pages, (self.kv, pairs), (0,), self.kv)
+        copy = partial(transfers.copy_pages, self.cache)
+        yield self._program("copy", copy, (self.kv, pairs), (0,), self.kv)
+        if self.hot is not None:
+            yield self._program("fetch", hot.fill_frames, (self.kv, self.array((2, FETCHES), jnp.int32)), (0,), self.kv)
         if self.host_tier:
             for records in SIZES:
                 yield from self.transfers(records)
-        yield self._program("set_slot", sampler.set_slot, (state, self.array((), jnp.int32), row), (0,), state)
+        slot, program = self.array((), jnp.int32), partial(self._program, any_model=True)
+        yield program("set_slot", sampler.set_slot, (state, slot, row), (0,), state)
         if (marks := self.mark_state) is not None:
             memory = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), marks)
-            where = self.array((), jnp.int32)
-            yield self._program("set_mark", marking.set_slot, (marks, where, memory), (0,), marks)
+            yield program("set_mark", marking.set_slot, (marks, slot, memory), (0,), marks)
         for rows in self.buckets.masks:
             words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
             args = (state.allowed, self.array((rows,), jnp.int32), words)
-            yield self._program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
+            yield program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
 
     def first_needed(self) -> set[str]:
         """Names of the programs that the first short request runs."""
@@ -284,7 +297,12 @@ class ProgramSet:
         yield self._program(f"spill {records}", spill, (block, kv, pages), (0,), block)
         yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
 
+    def setting(self, bucket: StepBucket) -> Setting:
+        return Setting(self.cfg, bucket, self.mesh, self.kernels, self.hot)
+
     def embed(self, bucket: StepBucket) -> Program:
+        at = self.setting(bucket)
+
         def embed(table: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[Hidden, Context]:
             tables, spans, regions, slots, tokens = split_ints(ints, bucket, self.tables, self.width)
             ctx = context(self.cfg, bucket, self.page_size, tables, spans)
@@ -294,7 +312,7 @@ class ProgramSet:
             embedded = decoder.embed(self.cfg, table, tokens)
             if self.cfg.embeds_per_layer:
                 ctx = ctx._replace(tokens=tokens, embedded=embedded)
-            return hidden(self.cfg, embedded), ctx
+            return hidden(at, embedded), ctx
 
         ints = self.array((ints_size(bucket, self.tables, self.width),), jnp.int32)
         out = (self.between(bucket), self.context(bucket))
@@ -302,7 +320,7 @@ class ProgramSet:
 
     def layers(self, bucket: StepBucket, segment: Segment) -> Program:
         specs, places = segment.specs, segment.places
-        at = Setting(self.cfg, bucket, self.mesh, self.kernels)
+        at = self.setting(bucket)
 
         def layers(weights: list, kv: transfers.KV, hidden: Hidden, ctx: Context) -> tuple[transfers.KV, Hidden]:
             kv = list(kv)
@@ -320,14 +338,16 @@ class ProgramSet:
 
     def pick(self, bucket: StepBucket, rows: int) -> Program:
         args = (self.hidden(bucket.tokens), self.array((rows,), jnp.int32))
-        return self._program(f"pick {bucket} {rows}", lambda x, picks: x[picks], args, (), self.hidden(rows))
+        out = self.hidden(rows)
+        return self._program(f"pick {bucket} {rows}", lambda x, picks: x[picks], args, (), out, any_model=True)
 
     def heads(self, rows: int) -> Iterator[Program]:
         """Logits of ``rows`` hidden rows, and every way to use them."""
         logits = self.array((rows, self.vocab), jnp.float32)
         tokens = self.array((rows,), jnp.int32)
         choice = self.array((rows, len(CHOICE_FIELDS)), jnp.int32)
-        last, state = self.last_token, self.slot_state
+        last, state, most = self.last_token, self.slot_state, min(MAX_LOGPROBS, self.cfg.vocab_size)
+        program = partial(self._program, any_model=True)
 
         def head(weights: Params, x: jax.Array) -> jax.Array:
             return decoder.head(self.cfg, weights, x)
@@ -347,14 +367,14 @@ class ProgramSet:
             return *store(last_token, packed, tokens), sampler.count(state, choice, tokens)
 
         def logprobs(logits: jax.Array, tokens: jax.Array) -> sampler.Logprobs[jax.Array]:
-            return sampler.logprobs(logits, tokens, min(MAX_LOGPROBS, self.cfg.vocab_size))
+            return sampler.logprobs(logits, tokens, most)
 
         yield self._program(f"logits {rows}", head, (self.head_params, self.hidden(rows)), (), logits)
-        yield self._program(f"greedy {rows}", greedy, (logits, last, choice), (1,), (last, tokens))
-        yield self._program(f"random {rows}", random, (logits, last, choice), (1,), (last, tokens))
+        yield program(f"greedy {rows}", greedy, (logits, last, choice), (1,), (last, tokens))
+        yield program(f"random {rows}", random, (logits, last, choice), (1,), (last, tokens))
         args = (logits, last, choice, state)
-        yield self._program(f"shaped {rows}", shaped, args, (1, 3), (last, tokens, state))
-        yield self._program(f"logprobs {rows}", logprobs, (logits, tokens), (), sharding(self.mesh))
+        yield program(f"shaped {rows}", shaped, args, (1, 3), (last, tokens, state))
+        yield program(f"logprobs {rows}", logprobs, (logits, tokens), (), sharding(self.mesh), f"{most}")
         if self.mark is not None:
             yield from self.marked_heads(rows, self.mark)
 
@@ -363,6 +383,7 @@ class ProgramSet:
         logits, tokens = self.array((rows, self.vocab), jnp.float32), self.array((rows,), jnp.int32)
         choice, packed = self.array((rows, len(CHOICE_FIELDS)), jnp.int32), self.array((rows, ROW), jnp.uint32)
         last, slots, state = self.last_token, self.slot_state, self.mark_state
+        program = partial(self._program, any_model=True)
 
         def marked(logits: jax.Array, last_token: jax.Array, packed: jax.Array, marks: jax.Array, state: Any):
             choice = sampler.unpack(packed)
@@ -375,16 +396,26 @@ class ProgramSet:
             return last, tokens, sampler.count(slots, choice, tokens), state
 
         args = (logits, last, choice, packed, state)
-        yield self._program(f"marked {rows}", marked, args, (1, 4), (last, tokens, state), about=f"{spec}")
+        yield program(f"marked {rows}", marked, args, (1, 4), (last, tokens, state), about=f"{spec}")
         wide = (logits, last, choice, slots, packed, state)
         out = (last, tokens, slots, state)
-        yield self._program(f"marked shaped {rows}", shaped, wide, (1, 3, 5), out, about=f"{spec}")
+        yield program(f"marked shaped {rows}", shaped, wide, (1, 3, 5), out, about=f"{spec}")
 
     def _program(
-        self, name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...], out: Any, about: str = ""
+        self,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        out: Any,
+        about: str = "",
+        *,
+        any_model: bool = False,
     ) -> Program:
+        """``about``: what it is specialized to beside its arguments and this engine. ``any_model``: to nothing of the
+        engine, so that it serves other models too whose arguments are like these."""
         shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), out)
-        model, statics = self._described
+        model, statics = ("any model", "") if any_model else self._described
         return Program(name, function, args, donate, shardings, f"{statics} {about}", model)
 
     @cached_property
@@ -392,4 +423,4 @@ class ProgramSet:
         """What the programs belong to, for people; and what they are specialized to beside their arguments."""
         known = hashlib.sha256(str(self.cfg).encode()).hexdigest()
         model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known[:8]}"
-        return model, f"{known} {self.kernels} {self.page_size} {self.width} {MAX_LOGPROBS}"
+        return model, f"{known} {self.kernels} {self.hot} {self.page_size} {self.width}"

@@ -38,6 +38,9 @@ class HotShape:
     """Of a region: tokens of one sequence."""
     chunk: int
     """Prompt tokens that a host-backed sequence computes at once: what they choose has to fit its region."""
+    row_bytes: int = 0
+    """Of a latent in one plane."""
+    planes: int = 0
     always: bool = False
 
 
@@ -69,6 +72,11 @@ class Residency:
     @property
     def usable(self) -> int:
         return self.shape.frames - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the frames that somebody needs."""
+        return 1 - self.room / self.usable
 
     @property
     def host_backed(self) -> int:

@@ -46,6 +46,8 @@ class StepResult:
     tokens: np.ndarray
     logprobs: Logprobs[np.ndarray] | None
     prompt: list[tuple[PromptRows, Logprobs[np.ndarray]]]
+    fetched: np.ndarray | None = None
+    """int32 ``[3]``, where latents are the host's: ``context.Fetch.counts`` of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class InFlight:
     tokens: jax.Array | None
     logprobs: Logprobs[jax.Array] | None
     prompt: list[tuple[PromptRows, Logprobs[jax.Array]]]
+    fetched: jax.Array | None
 
 
 class Runner:
@@ -104,10 +107,13 @@ class Runner:
         tokens = logprobs = None
         if batch.sampled:
             tokens, logprobs = self._sample(batch, x)
-        return InFlight(batch, tokens, logprobs, [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows])
+        if hidden.fetched is not None:
+            hidden.fetched.copy_to_host_async()
+        prompt = [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows]
+        return InFlight(batch, tokens, logprobs, prompt, hidden.fetched)
 
     def _move(self, batch: StepBatch) -> None:
-        """Pages to the host, from the host, and from one to another, in this order."""
+        """Pages to the host, from the host, from one to another, and to frames, in this order."""
         run, state = self.compiled, self.state
         for spill in batch.spills:
             self.spill(spill)
@@ -116,6 +122,8 @@ class Runner:
             state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
         for pairs in batch.copies:
             state.kv = run["copy"](state.kv, pairs)
+        for pairs in batch.fetches:
+            state.kv = run["fetch"](state.kv, pairs)
 
     def spill(self, spill: Spill) -> None:
         """Start copying pages to the host."""
@@ -163,7 +171,8 @@ class Runner:
         """Wait for a step and bring its result to the host."""
         tokens = np.zeros(0, np.int32) if step.tokens is None else np.asarray(step.tokens)[: step.batch.sampled]
         logprobs = None if step.logprobs is None else _numpy(step.logprobs)
-        return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt])
+        fetched = None if step.fetched is None else np.asarray(step.fetched)
+        return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt], fetched)
 
     def wait(self) -> None:
         """Wait until nothing runs on the devices, nor on the threads behind them.

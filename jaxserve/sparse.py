@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve import hot
 from jaxserve.buckets import StepBucket
 from jaxserve.context import Context, Selected, Setting
 from jaxserve.layer_spec import Latent
@@ -21,7 +22,8 @@ from pallas_kernels import indexer
 from pallas_kernels.kv_write import write_keys, write_latent
 from pallas_kernels.sparse_mla import sparse_mla
 
-Pages = tuple[jax.Array, ...]
+Pages = tuple[Any, ...]
+"""Arrays of pages, and a ``hot.HotPlane`` behind them where latents are the host's."""
 
 
 def attend(
@@ -39,17 +41,28 @@ def attend(
     ``group`` is the layer's group of the cache."""
     found = inputs(at, spec, params, x, ctx)
     latents, *others = pages
-    latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
+    plane = others.pop() if at.hot is not None else None
+    if plane is None:
+        write = at.over(partial(write_latent, kernels=at.kernels), [()] * 4, ())
+        latents = write(latents, found.latent, found.k_rope, ctx.slots[group])
+    else:
+        plane, latents = hot.write(plane, latents, found.latent, found.k_rope, ctx.slots[group], ctx.slots[-1])
     if spec.indexer is not None:
         assert found.q_latent is not None
         keys, chosen = _choose(at, spec, group, params, others[0], x, found.q_latent, ctx)
         others = [keys]
     assert chosen is not None
-    rows = cache_rows(at.bucket, ctx.tables[group], latents.shape[1], chosen)
+    if plane is None:
+        near, rows = latents, cache_rows(at.bucket, ctx.tables[group], latents.shape[1], chosen)
+    else:
+        plane, chosen = hot.place(at, group, plane, latents, ctx, chosen, own=spec.indexer is not None)
+        assert chosen.fetch is not None
+        near, rows = plane.latents, chosen.fetch.rows
+        others.append(plane)
     q = absorb(at, params, found.q_nope, found.q_rope)
     local = partial(sparse_mla, rank=spec.rank, scale=spec.scale, kernels=at.kernels)
     heads = (None, "heads")
-    mixed = at.over(local, [heads, (), (), ()], heads)(q, latents, rows, chosen.counts)
+    mixed = at.over(local, [heads, (), (), ()], heads)(q, near, rows, chosen.counts)
     return output(at, params, lift(at, params, mixed)), (latents, *others), chosen
 
 
@@ -69,7 +82,7 @@ def _choose(
     table = ctx.rope[cfg.ropes.index(spec.rope)]
     keys = layer_norm(at.linear(x, params["index_k"]), params["index_k_norm"], params["index_k_bias"], how.eps)
     keys = rotate(keys[:, None], table, pairs=how.pairs)[:, 0]
-    pages = write_keys(pages, keys, ctx.slots[group])
+    pages = at.over(partial(write_keys, kernels=at.kernels), [()] * 3, ())(pages, keys, ctx.slots[group])
     q = rotate(at.linear(q_latent, params["index_q"]), table, pairs=how.pairs)  # [T, Hi, Di]
     gates = at.linear(x, params["index_gates"]) * how.heads**-0.5
 
@@ -93,7 +106,8 @@ def _choose(
         parts.append(part(0, bucket.decodes, 0, 1))
     if bucket.blocks:
         parts.append(part(bucket.decodes, bucket.rows, bucket.decodes, bucket.block))
-    return pages, Selected(*(jnp.concatenate(column) for column in zip(*parts, strict=True)))
+    positions, counts = (jnp.concatenate(column) for column in zip(*parts, strict=True))
+    return pages, Selected(positions, counts)
 
 
 def cache_rows(bucket: StepBucket, tables: jax.Array, size: int, chosen: Selected) -> jax.Array:

@@ -18,14 +18,15 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxserve.cache_spec import CacheSpec, HeadPages, Pages
 
-KV = list[tuple[jax.Array, ...]]
+KV = list[tuple[Any, ...]]
+"""By plane its pages, and what else belongs to it, which stays where it is."""
 Block = tuple[jax.Array, ...]
 
 
-def copy_pages(kv: KV, pairs: jax.Array) -> KV:
+def copy_pages(cache: CacheSpec, kv: KV, pairs: jax.Array) -> KV:
     """Every plane's pages ``pairs[0]`` copied to ``pairs[1]``, int32 ``[2, C]``; all are read before any is written."""
     source, target = pairs
-    return [tuple(pages.at[target].set(pages[source]) for pages in plane) for plane in kv]
+    return _with(kv, [[array.at[target].set(array[source]) for array in arrays] for arrays in _pages(cache, kv)])
 
 
 def spill_pages(cache: CacheSpec, size: int, kv: KV, pages: jax.Array) -> Block:
@@ -55,10 +56,11 @@ def restore_pages(cache: CacheSpec, kv: KV, block: Block, pages: jax.Array) -> K
     def write(array: jax.Array, rows: jax.Array) -> jax.Array:
         return array.reshape(len(array), -1).at[pages].set(rows, mode="promise_in_bounds").reshape(array.shape)
 
-    return [
-        tuple(write(array, next(sources[kind])) for kind, array in zip(kinds, plane, strict=True))
-        for kinds, plane in zip(cache.planes, kv, strict=True)
+    written = [
+        [write(array, next(sources[kind])) for kind, array in zip(kinds, arrays, strict=True)]
+        for kinds, arrays in zip(cache.planes, _pages(cache, kv), strict=True)
     ]
+    return _with(kv, written)
 
 
 def spill_in_turn(cache: CacheSpec, block: Block, kv: KV, pages: jax.Array) -> Block:
@@ -98,10 +100,11 @@ def restore_in_turn(cache: CacheSpec, kv: KV, block: Block, pages: jax.Array) ->
 
     moved = _one_function(move)([_flat(_arrays(cache, kv, kind)) for kind in cache.kinds], _flat(block), pages)
     found = {kind: iter(arrays) for kind, arrays in zip(cache.kinds, moved, strict=True)}
-    return [
-        tuple(next(found[kind]).reshape(array.shape) for kind, array in zip(kinds, plane, strict=True))
-        for kinds, plane in zip(cache.planes, kv, strict=True)
+    written = [
+        [next(found[kind]).reshape(array.shape) for kind, array in zip(kinds, arrays, strict=True)]
+        for kinds, arrays in zip(cache.planes, _pages(cache, kv), strict=True)
     ]
+    return _with(kv, written)
 
 
 def _flat(arrays: Any) -> Any:
@@ -125,10 +128,20 @@ def _one_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def _arrays(cache: CacheSpec, kv: KV, wanted: Pages) -> list[jax.Array]:
     return [
         array
-        for kinds, plane in zip(cache.planes, kv, strict=True)
-        for kind, array in zip(kinds, plane, strict=True)
+        for kinds, arrays in zip(cache.planes, _pages(cache, kv), strict=True)
+        for kind, array in zip(kinds, arrays, strict=True)
         if kind == wanted
     ]
+
+
+def _pages(cache: CacheSpec, kv: KV) -> list[tuple[jax.Array, ...]]:
+    """The planes' pages alone."""
+    return [plane[: len(kinds)] for kinds, plane in zip(cache.planes, kv, strict=True)]
+
+
+def _with(kv: KV, written: list[list[jax.Array]]) -> KV:
+    """The planes with these pages."""
+    return [(*arrays, *plane[len(arrays) :]) for arrays, plane in zip(written, kv, strict=True)]
 
 
 def _out(kind: HeadPages) -> jax.Array:

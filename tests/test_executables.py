@@ -521,8 +521,8 @@ def test_a_program_that_cannot_be_compiled_says_so(tmp_path: Path) -> None:
     assert jax.config.jax_enable_compilation_cache
 
 
-def test_an_engine_compiles_once_and_never_takes_another_models_programs(tmp_path: Path) -> None:
-    """Tallies of three starts: new, again, and of a model that differs in one number of its config."""
+def test_an_engine_compiles_once_and_takes_of_another_model_what_serves_any(tmp_path: Path) -> None:
+    """Tallies of three starts: new, again, and of a model with as many tokens: its samplers are there."""
     options = {**LIMITS, "max_num_seqs": 1, "cache_dir": str(tmp_path)}
 
     def start(family: str) -> dict:
@@ -537,7 +537,8 @@ def test_an_engine_compiles_once_and_never_takes_another_models_programs(tmp_pat
     assert total > 10
     assert first == {"loaded": 0, "compiled": total, "discarded": [], "why_compiled": [f"{total} x never compiled"]}
     assert second == {"loaded": total, "compiled": 0, "discarded": []}
-    assert (other["loaded"], other["compiled"]) == (0, total)
+    assert other["loaded"] + other["compiled"] == total
+    assert total / 2 < other["loaded"] < total
     assert all("other model" in line for line in other["why_compiled"])
 
 
@@ -565,3 +566,4 @@ def test_every_static_of_an_engines_programs_is_in_their_keys(tmp_path: Path) ->
         others = {p.name: made.path(p) for p in changed.programs()}
         same = {n for n in keys if others.get(n) == keys[n]}
         assert not any(n.startswith("layers") for n in same), name
+        assert {"greedy 1", "shaped 1", "set_slot"} <= same, name

@@ -123,9 +123,10 @@ def test_queries_without_a_latent() -> None:
     def run(bucket, kv, tokens, starts, counts):
         tables = jnp.broadcast_to(jnp.arange(8, 0, -1), (1, bucket.rows, 8))
         ctx = context(cfg, bucket, page, tables, jnp.array([starts, counts]))
-        state, kept = hidden(cfg, decoder.embed(cfg, weights["embed"], tokens)), []
+        at = Setting(cfg, bucket, mesh)
+        state, kept = hidden(at, decoder.embed(cfg, weights["embed"], tokens)), []
         for spec, weight, pages in zip(cfg.layers, weights["layers"], kv, strict=True):
-            pages, state = decoder.layer(Setting(cfg, bucket, mesh), spec, 0, weight, pages, state, ctx)
+            pages, state = decoder.layer(at, spec, 0, weight, pages, state, ctx)
             kept.append(pages)
         return kept, decoder.head(cfg, weights, state.x)
 

@@ -1,0 +1,126 @@
+"""How large what the devices hold is, where latents are the host's (see ``residency``): pages, frames and regions."""
+
+from dataclasses import dataclass
+
+from jaxserve import memory
+from jaxserve.cache_spec import CacheSpec, KeyPages, LatentPages
+from jaxserve.config import ConfigError, EngineConfig, ModelConfig
+from jaxserve.layer_spec import Latent
+from jaxserve.residency import TAIL, HotShape
+
+LOCKED = 0.95
+"""Share of the free host memory that may be asked for."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a token takes."""
+
+    latents: int
+    """In all planes: on the host, and in a frame or a region."""
+    keys: int
+    """The indexers' keys, always on the devices."""
+    regions: int
+    """In a region beside its latents: what the resolver remembers of it."""
+
+    @classmethod
+    def of(cls, cache: CacheSpec) -> "Bytes":
+        latents = sum(pages.token_bytes for pages in cache.arrays if isinstance(pages, LatentPages))
+        choosers = sum(isinstance(pages, KeyPages) for pages in cache.arrays)
+        return cls(latents, cache.token_bytes - latents, 8 * choosers)
+
+
+def check(config: EngineConfig, model: ModelConfig, *, gpu: bool) -> None:
+    """Raises ``ConfigError`` where ``sparse_host`` is asked for and cannot be had."""
+    if config.sparse_host == "off":
+        return
+    if not all(isinstance(mixer, Latent) and mixer.sparse for mixer in model.mixers):
+        raise ConfigError(
+            f"sparse_host {config.sparse_host}: {model.model_type} attends to all tokens; it is for models whose "
+            "indexer chooses some (deepseek_v32, glm_moe_dsa)"
+        )
+    if gpu:
+        raise ConfigError(
+            f"sparse_host {config.sparse_host} does not run on a GPU yet: steps there do not reach pinned host memory"
+        )
+
+
+def hot_shape(
+    config: EngineConfig,
+    model: ModelConfig,
+    cache: CacheSpec,
+    *,
+    budget: int,
+    longest: int,
+    max_num_seqs: int,
+    block: int,
+) -> tuple[HotShape, int]:
+    """What the devices hold in ``budget`` bytes each, and how many pages there are.
+
+    Regions take at most a quarter of the budget. There are as many pages as the host's memory and the keys allow that
+    leave frames for one of the ``longest`` sequences, or at least for the ends of all. Raises ``ConfigError`` naming
+    what is too small.
+    """
+    size, each = config.page_size, Bytes.of(cache)
+    top_k = max(mixer.indexer.top_k for mixer in model.mixers if isinstance(mixer, Latent) and mixer.indexer)
+    wanted = config.hot_buffer_tokens or 2 * top_k
+    if wanted < top_k:
+        raise ConfigError(f"hot_buffer_tokens must be at least {top_k}, what the indexer chooses, got {wanted}")
+    rows = -(-wanted // size) * size
+    region = rows * (each.latents + each.regions)
+    regions = min(max_num_seqs, budget // 4 // region)
+    sequence = -(-longest // size)
+    pool = _pool(config, max_num_seqs * sequence * size * each.latents)
+    most = min(pool // (size * each.latents), max_num_seqs * sequence + 1)
+    left = budget - regions * region
+    ends = TAIL * max_num_seqs + 2
+    for frames in (sequence + ends, ends):
+        pages = min(most, (left - frames * size * each.latents) // (size * each.keys))
+        if regions and pages > sequence:
+            pages = memory.step_below(pages)
+            frames = min(pages, (left - pages * size * each.keys) // (size * each.latents))
+            chunk = min(block, rows // top_k)
+            planes = len(cache.planes)
+            always = config.sparse_host == "always"
+            frames = memory.step_below(frames)
+            return HotShape(frames, regions, rows, chunk, each.latents // planes, planes, always), pages
+    if most <= sequence:
+        least = (sequence + 1) * size * each.latents / 2**30
+        raise ConfigError(f"sparse_host_gib is too small for a sequence of {longest} tokens: it takes {least:.3g} GiB")
+    raise ConfigError(
+        f"sparse_host {config.sparse_host}: {budget} bytes of KV cache are too few for hot buffers of {rows} tokens, "
+        f"{region} bytes each, and the index keys of {longest} tokens; lower max_model_len, max_num_seqs or "
+        "hot_buffer_tokens, or raise kv_cache_memory_bytes"
+    )
+
+
+def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: int) -> dict[str, object]:
+    """For the report: what fits, and what would fit into the same memory with all latents on the devices."""
+    each = Bytes.of(cache)
+    region = shape.rows * (each.latents + each.regions)
+    held = pages * size * each.keys + shape.frames * size * each.latents + shape.regions * region
+    without = held // (size * (each.keys + each.latents)) * size
+    return {
+        "mode": "always" if shape.always else "auto",
+        "tokens_that_fit": pages * size,
+        "tokens_that_would_fit_without": without,
+        "host_bytes": pages * size * each.latents,
+        "device_bytes": held,
+        "frames": f"{shape.frames - 1}, {(shape.frames - 1) * size} tokens",
+        "hot_buffers": f"{shape.regions} of {shape.rows} tokens, {region} bytes each",
+        "sequences_that_fit": f"{min(pages * size // longest, shape.regions)} of {longest} tokens, "
+        f"{without // longest} without",
+    }
+
+
+def _pool(config: EngineConfig, all_of_them: int) -> int:
+    """Bytes of host memory for latents."""
+    free = memory.host().free
+    if config.sparse_host_gib is None:
+        return min(all_of_them, free // 2)
+    wanted = int(config.sparse_host_gib * 2**30)
+    if wanted > LOCKED * free:
+        raise ConfigError(
+            f"sparse_host_gib {config.sparse_host_gib:g} does not fit: {free / 2**30:.1f} GiB of host memory are free"
+        )
+    return wanted
