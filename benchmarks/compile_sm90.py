@@ -26,8 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from benchmarks.compile_steps import STEPS, Step
 from jaxserve import targets
 from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.executables import Program
 from jaxserve.sharding import sharding
 from pallas_kernels import indexer
 from pallas_kernels.dispatch import Kernels
@@ -49,6 +51,11 @@ class Kernel:
     name: str
     call: Callable[[], Call]
     may_spill: bool = False
+
+    def programs(self, mesh: Mesh) -> list[Program]:
+        function, shapes, donated = self.call()
+        placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding(mesh)), shapes)
+        return [Program(self.name, function, placed, donated)]
 
 
 @dataclass(frozen=True)
@@ -193,22 +200,22 @@ def printed(found: list[str]) -> Iterator[None]:
             found.append(file.read())
 
 
-def build(kernel: Kernel, mesh: Mesh) -> Outcome:
+def build(case: Kernel | Step, mesh: Mesh) -> Outcome:
     """Compile one case."""
-    function, shapes, donated = kernel.call()
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding(mesh)), shapes)
     begun, text, error, temp = time.perf_counter(), [""], "", 0
     try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), printed(text):
-            compiled = jax.jit(function, donate_argnums=donated).lower(*placed).compile()
-        analysis = compiled.memory_analysis()
-        temp = 0 if analysis is None else analysis.temp_size_in_bytes
+        with printed(text):
+            for program in case.programs(mesh):
+                options = {"donate_argnums": program.donate, "out_shardings": program.out_shardings}
+                compiled = jax.jit(program.function, **options).lower(*program.args).compile()
+                analysis = compiled.memory_analysis()
+                temp = max(temp, 0 if analysis is None else analysis.temp_size_in_bytes)
     except Exception as problem:  # whatever the compiler raises: the others are still tried
         error = f"{type(problem).__name__}: {problem}"
     seconds = time.perf_counter() - begun
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", text[-1])]
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", text[-1])]
-    return Outcome(kernel.name, seconds, max(registers, default=0), max(spills, default=0), temp, len(registers), error)
+    return Outcome(case.name, seconds, max(registers, default=0), max(spills, default=0), temp, len(registers), error)
 
 
 def main() -> int:
@@ -222,7 +229,7 @@ def main() -> int:
         print(problem, file=sys.stderr)
         return 2
     outcomes, bad = [], 0
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *STEPS):
         if args.names and not any(name in kernel.name for name in args.names):
             continue
         outcome = build(kernel, mesh)
