@@ -27,15 +27,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.compile_steps import STEPS, Step
-from jaxserve import targets
+from jaxserve import experts, targets
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.executables import Program
+from jaxserve.quantization import QuantArray
 from jaxserve.sharding import sharding
 from pallas_kernels import indexer
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.kv_write import write_heads, write_keys, write_latent
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.sparse_mla import sparse_mla
 
 HOPPER = Kernels("mosaic", "NVIDIA H200", "9.0")
@@ -140,6 +142,38 @@ def heads_written(tokens: int, dtype: Any) -> Call:
     return writes(write_heads, array(8193, 2, 8, *head, dtype=dtype), *[(tokens, 8, 128)] * 2)
 
 
+E4M3 = jnp.float8_e4m3fn
+
+
+def quantized(tokens: int, outputs: int = 2048, inputs: int = 7168) -> Call:
+    """One of DeepSeek V3's projections, a scale for 128x128 weights."""
+
+    def call(x, data, scale):
+        return quant_matmul(x, data, scale, blocks=(128, 128), dtype="bfloat16", kernels=HOPPER)
+
+    scale = array(-(-outputs // 128), -(-inputs // 128), dtype=jnp.float32)
+    return call, (array(tokens, inputs, dtype=jnp.float32), array(outputs, inputs, dtype=E4M3), scale), ()
+
+
+def mixture(tokens: int, dtype: Any) -> Call:
+    """DeepSeek V3's experts: 256 of width 2,048, 8 a token. All of ``experts.mix``."""
+    shapes = {"gate_up": (256, 2, 2048, 7168), "down": (256, 7168, 2048)}
+
+    def weight(*shape: int) -> Any:
+        if dtype != E4M3:
+            return array(*shape, dtype=dtype)
+        blocks = (*(1,) * (len(shape) - 2), 128, 128)
+        sides = (size // block for size, block in zip(shape, blocks, strict=True))
+        return QuantArray(array(*shape, dtype=E4M3), array(*sides, dtype=jnp.float32), blocks, "bfloat16")
+
+    def call(params, x, chosen, weights):
+        return experts.mix(params, x, chosen, weights, lambda gate, up: jax.nn.silu(gate) * up, "tensor", HOPPER)
+
+    params = {name: weight(*shape) for name, shape in shapes.items()}
+    choices = array(tokens, 8, dtype=jnp.int32), array(tokens, 8, dtype=jnp.float32)
+    return call, (params, array(tokens, 7168, dtype=jnp.float32), *choices), ()
+
+
 def index(rows: int, queries: int, dtype: Any) -> Call:
     """DeepSeek V3.2's indexer, contexts of up to 32,768."""
 
@@ -177,6 +211,12 @@ KERNELS = (
         "kv_write fp8_ds_mla",
         lambda: writes(write_latent, array(8193, 32, 656, dtype=jnp.uint8), (64, 512), (64, 64)),
     ),
+    Kernel("quant_matmul decode, 1 token", lambda: quantized(1)),
+    Kernel("quant_matmul decode, 64 tokens", lambda: quantized(64)),
+    Kernel("quant_matmul prefill, 2048 tokens", lambda: quantized(2048)),
+    Kernel("grouped_matmul decode fp8, 64 tokens", lambda: mixture(64, E4M3)),
+    Kernel("grouped_matmul decode bf16, 64 tokens", lambda: mixture(64, jnp.bfloat16)),
+    Kernel("grouped_matmul prefill fp8, 2048 tokens", lambda: mixture(2048, E4M3)),
     Kernel("kv_write index keys", lambda: writes(write_keys, array(8193, 32 * 132, dtype=jnp.uint8), (64, 128))),
 )
 

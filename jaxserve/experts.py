@@ -69,10 +69,11 @@ def cut(choices: jax.Array, experts: int, rows: int) -> Blocks:
 
 
 def kernel_rows(choices: int, experts: int) -> int:
-    """Rows of a block of a kernel, a power of two: so many that most experts need one block, and are read once."""
+    """Rows of a block of a kernel, a power of two. For few, so many that most experts need one block: their weights are
+    what takes time. For many, no more than an expert gets on average: padding takes memory."""
     mean = choices / min(choices, experts)
     rows, most = KERNEL_BLOCKS
-    while rows < min(2 * mean, most):
+    while rows < min(most, 2 * mean if mean <= most / 4 else mean):
         rows *= 2
     return rows
 

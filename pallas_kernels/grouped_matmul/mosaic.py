@@ -184,7 +184,8 @@ def grouped_matmul(
 
             @pl.when(block < total_ref[0])
             def write():
-                out_ref[split, block, pl.ds(begin, ROWS), :] = out
+                found = out_ref.at[split, block, :, pl.ds(begin, ROWS)].transpose((1, 0))
+                found[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
 
         for number in range(warpgroups):
             pl.when(warpgroup == number)(functools.partial(compute, number))
@@ -192,7 +193,7 @@ def grouped_matmul(
     left = [tiled(warpgroups, parts, ROWS, width, dtype=dtype)] if fp8 and kernels.interpreted else []
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits, count, outputs, rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, count, rows, outputs), jnp.float32),
         scratch_types=[
             tiled(stages, parts, rows, width, dtype=dtype),
             tiled(stages, tile, columns, dtype=data.dtype),
@@ -207,4 +208,4 @@ def grouped_matmul(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=kernels.interpret,
     )(x, data, scale, group, total.reshape(1))
-    return out.sum(0).swapaxes(1, 2)[:, :real]
+    return out.sum(0)[:, :real]
