@@ -266,8 +266,9 @@ def size(
     if config.sparse_host == "off":
         num_pages = _steady(most, need + 1, lambda pages: store.has(programs(pages, fits(pages)).zeros()))
     else:
-        sizes = {"budget": budget, "longest": longest, "max_num_seqs": max_num_seqs, "block": buckets.block}
-        hot, num_pages = hot_size.hot_shape(config, model, cache, **sizes)
+        pool = hot_size.pool_bytes(config, cache, longest, max_num_seqs)
+        sizes = {"budget": budget, "pool": pool, "longest": longest, "max_num_seqs": max_num_seqs}
+        hot, num_pages = hot_size.hot_shape(config, model, cache, **sizes, block=buckets.block)
     if (length := fits(num_pages)) < longest:
         if config.max_model_len is not None or length < 2:
             raise ConfigError(

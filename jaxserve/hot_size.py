@@ -51,15 +51,16 @@ def hot_shape(
     cache: CacheSpec,
     *,
     budget: int,
+    pool: int,
     longest: int,
     max_num_seqs: int,
     block: int,
 ) -> tuple[HotShape, int]:
-    """What the devices hold in ``budget`` bytes each, and how many pages there are.
+    """What the devices hold in ``budget`` bytes each, and how many pages there are, in ``pool`` bytes of the host.
 
-    Regions take at most a quarter of the budget. There are as many pages as the host's memory and the keys allow that
-    leave frames for one of the ``longest`` sequences, or at least for the ends of all. Raises ``ConfigError`` naming
-    what is too small.
+    There are regions for as many of the ``longest`` sequences as can be host-backed at once, or for a quarter of the
+    budget, whichever is more; and as many pages as the host's memory and the keys allow that leave frames for one of
+    the longest sequences, or at least for the ends of all. Raises ``ConfigError`` naming what is too small.
     """
     size, each = config.page_size, Bytes.of(cache)
     top_k = max(mixer.indexer.top_k for mixer in model.mixers if isinstance(mixer, Latent) and mixer.indexer)
@@ -68,12 +69,13 @@ def hot_shape(
         raise ConfigError(f"hot_buffer_tokens must be at least {top_k}, what the indexer chooses, got {wanted}")
     rows = -(-wanted // size) * size
     region = rows * (each.latents + each.regions)
-    regions = min(max_num_seqs, budget // 4 // region)
     sequence = -(-longest // size)
-    pool = _pool(config, max_num_seqs * sequence * size * each.latents)
+    backed = region + sequence * size * each.keys + TAIL * size * each.latents
+    at_once = (budget - sequence * size * each.latents) // backed
+    regions = min(max_num_seqs, max(at_once, budget // 4 // region))
     most = min(pool // (size * each.latents), max_num_seqs * sequence + 1)
     left = budget - regions * region
-    ends = TAIL * max_num_seqs + 2
+    ends = TAIL * min(max_num_seqs, regions) + 2
     for frames in (sequence + ends, ends):
         pages = min(most, (left - frames * size * each.latents) // (size * each.keys))
         if regions and pages > sequence:
@@ -113,8 +115,9 @@ def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: 
     }
 
 
-def _pool(config: EngineConfig, all_of_them: int) -> int:
-    """Bytes of host memory for latents."""
+def pool_bytes(config: EngineConfig, cache: CacheSpec, longest: int, max_num_seqs: int) -> int:
+    """Bytes of host memory for latents. Raises ``ConfigError`` where there are not so many."""
+    all_of_them = max_num_seqs * (longest + config.page_size) * Bytes.of(cache).latents
     free = memory.host().free
     if config.sparse_host_gib is None:
         return min(all_of_them, free // 2)
