@@ -19,9 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # read by jaxlib: the assembler's account of a kernel, on stdout
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -263,6 +260,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only cases whose names contain one of these")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file too")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # read by jaxlib: the assembler's account of a kernel, on stdout
     try:
         mesh = targets.mesh_of(targets.find("h200"), EngineConfig())
     except ConfigError as problem:

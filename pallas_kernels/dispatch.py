@@ -8,12 +8,15 @@ module is imported when it may be chosen: Pallas takes its time.
 import functools
 import importlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 MODES = ("auto", "reference", "mosaic")
+INTERPRETER_THREADS = 8
+"""Warpgroups and warps of an interpreted kernel that may wait for another one at once; each keeps a thread of XLA's."""
 
 
 class KernelError(ValueError):
@@ -97,13 +100,26 @@ def _unfit(name: str, kernels: Kernels) -> str | None:
     """Why an implementation is not looked at."""
     if kernels.mode not in ("auto", name):
         return f"kernels is {kernels.mode}"
-    if name == "reference" or (kernels.capability is None and kernels.mode == name):
+    if name == "reference":
         return None
+    if kernels.interpreted:
+        return _too_few_threads()
     if kernels.capability is None:
         return "the device is no NVIDIA GPU"
     if not kernels.capability.startswith("9."):
         return f"it is for capability 9.0, the device has {kernels.capability}"
     return None
+
+
+def _too_few_threads() -> str | None:
+    """Why the interpreter may wait forever. XLA has a thread for each core, or for each device where they are more."""
+    import jax
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(cores, jax.local_device_count())
+    if threads >= INTERPRETER_THREADS:
+        return None
+    return f"the interpreter needs {INTERPRETER_THREADS} threads, here are {threads}; JAX_NUM_CPU_DEVICES=8 makes more"
 
 
 @functools.cache

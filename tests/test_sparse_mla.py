@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.codecs import records
-from pallas_kernels.dispatch import Kernels
+from pallas_kernels.dispatch import KernelError, Kernels, choose
 from pallas_kernels.kv_write import write_latent
-from pallas_kernels.sparse_mla import sparse_mla
+from pallas_kernels.sparse_mla import Case, sparse_mla
 
 P, G, RANK, ROPE, TOKENS, K = 7, 4, 256, 8, 6, 11
 SCALE = 0.1
@@ -71,6 +72,17 @@ def test_the_kernel_for_hopper(dtype: str, heads: int, programs: int) -> None:
     args = (jnp.asarray(x) for x in (q[some], pages, rows[some], counts[some]))
     got = sparse_mla(*args, rank=RANK, scale=SCALE, kernels=Kernels("mosaic"), programs=programs)
     np.testing.assert_allclose(got, expected[some], rtol=0, atol=3e-2)
+
+
+def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, record = "pallas_kernels.sparse_mla", Case("uint8", 256, 64, 128)
+    hopper = Kernels("auto", "NVIDIA H200", "9.0")
+    assert choose(package, Case("uint8", 512, 64, 128), hopper).name == "mosaic"
+    assert "16 bytes" in str(choose(package, record, hopper))
+    assert choose(package, record, Kernels("mosaic")).name == "mosaic"
+    monkeypatch.setattr(dispatch, "INTERPRETER_THREADS", 99)
+    with pytest.raises(KernelError, match="needs 99 threads"):
+        choose(package, record, Kernels("mosaic"))
 
 
 def test_nothing_behind_the_count_is_read() -> None:
