@@ -1,9 +1,9 @@
 """The indexer on Hopper: every key is scored where it lies, and the best are found without a sort.
 
-A program scores one part of a sequence's keys for up to eight of its queries. One warpgroup fetches pages, 128 keys a
-step; two others score 64 of them each: keys are the rows that wgmma multiplies, heads of one query its columns, and a
-row's sum over them, weighted by the gates, is the key's score. So keys are fetched, and records turned into 16-bit
-numbers, once for eight queries.
+A program scores one part of a sequence's keys for up to eight of its queries. One warpgroup fetches pages, the others
+score 64 keys each a step: keys are the rows that wgmma multiplies, heads of one query its columns, and a row's sum
+over them, weighted by the gates, is the key's score. So keys are fetched, and records turned into 16-bit numbers, once
+for eight queries.
 
 A query is brought to at most 1 by a power of two for each head, which its gate takes up: float16 then holds it to 11
 bits, whatever its size. A key's e4m3 is a float16 of the same bits, 2**8 smaller; its scale meets the finished sum.
@@ -29,12 +29,12 @@ from pallas_kernels.indexer.mosaic_best import ALONG, best, padded
 from pallas_kernels.indexer.reference import everything, seen_by
 
 DTYPES = ("bfloat16", "float16", "uint8")
-SPAN = 2 * ROWS
-"""Keys a step: a tile for each of the warpgroups that compute."""
 WORDS = 32
 """Of a record's channels, 4 a word."""
 SHIFT = 2.0**8
 """What a key's float16 of the same bits is too small by."""
+FETCHING = 40
+"""Registers of a thread that fetches."""
 BUDGET = 1 << 28
 """Bytes of scores that may stand in memory at once."""
 
@@ -45,6 +45,8 @@ class Tiling:
 
     queries: int = 8
     """That keys are fetched once for."""
+    workers: int = 2
+    """Warpgroups that compute, 2 or 4: each has 64 keys of a step."""
     stages: int = 6
     """Steps whose pages are under way at once, where there is room."""
     room: int = 200 << 10
@@ -112,7 +114,7 @@ def index_scores(
 ) -> jax.Array:
     """See ``reference.index_scores``."""
     size = tables.shape[1] * Case.of(q, pages).page_size
-    scores = _scores(q, gates, pages, tables, starts, counts, -(-size // SPAN) * SPAN, kernels)[..., :size]
+    scores = _scores(q, gates, pages, tables, starts, counts, padded(size), kernels)[..., :size]
     return jnp.where(jnp.arange(size) < seen_by(starts, counts, q.shape[1])[..., None], scores, -jnp.inf)
 
 
@@ -126,11 +128,12 @@ def _scores(
     width: int,
     kernels: Kernels,
 ) -> jax.Array:
-    """float32 ``[N, Q, width]``, a multiple of ``SPAN`` that a table's tokens fit in. What a query does not see is
+    """float32 ``[N, Q, width]``, a multiple of 512 that a table's tokens fit in. What a query does not see is
     anything."""
     case, tiling = Case.of(q, pages), Tiling(**kernels.tuned("indexer"))
     rows, queries, heads, dim = q.shape
-    fp8, size, piece = case.dtype == "uint8", case.page_size, case.piece(SPAN)
+    workers, span = tiling.workers, tiling.workers * ROWS
+    fp8, size, piece = case.dtype == "uint8", case.page_size, case.piece(span)
     dtype = jnp.float16 if fp8 else pages.dtype
     exponent = jnp.frexp(jnp.abs(q.astype(jnp.float32)).max(-1))[1]  # [N, Q, H]
     q = jnp.ldexp(q.astype(jnp.float32), -exponent[..., None])
@@ -143,11 +146,13 @@ def _scores(
     more = ((0, 0), (0, tiles * together - queries), (0, columns - heads))
     q = jnp.pad(q.astype(dtype), (*more, (0, 0))).reshape(rows, tiles, together, columns, dim)
     gates = jnp.pad(gates, more).reshape(rows, tiles, together, columns)
-    splits = max(1, min(tiling.programs // (rows * tiles), -(-tables.shape[1] * size // SPAN)))
+    splits = max(1, min(tiling.programs // (rows * tiles), -(-tables.shape[1] * size // span)))
     factor = dim**-0.5
-    held = together * columns * dim * 2 + (2 * ROWS * dim * 2 if fp8 else 0)
-    fetched = SPAN * (WORDS + 1) * 4 if fp8 else SPAN * dim * 2
+    held = together * columns * dim * 2 + (span * dim * 2 if fp8 else 0)
+    fetched = span * (WORDS + 1) * 4 if fp8 else span * dim * 2
     stages = max(2, min(tiling.stages, (tiling.room - held) // fetched))
+    launched = 512 // (workers + 1) // 8 * 8 * (workers + 1)  # registers of a lane of all warpgroups together
+    registers = (launched - FETCHING) // workers // 8 * 8
     sources: tuple[jax.Array, ...] = (pages,)
     if fp8:
         words = lax.bitcast_convert_type(pages.reshape(len(pages), -1, 4), jnp.uint32)  # [P, G * 33]
@@ -161,14 +166,14 @@ def _scores(
         start, count = spans_ref[0, row], spans_ref[1, row]
         real = jnp.clip(count - tile * together, 0, together)
         end = jnp.where(real > 0, start + tile * together + real, 0)  # keys the last real query sees
-        steps = lax.div(end + SPAN - 1, SPAN)
+        steps = lax.div(end + span - 1, span)
         part = lax.div(steps + splits - 1, splits)
         first = split * part
         todo = jnp.clip(steps - first, 0, part)
 
-        @pl.when(mine == 2)
+        @pl.when(mine == workers)
         def fetch():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(FETCHING, action="decrease")
 
             def step(i, _):
                 slot = lax.rem(i, stages)
@@ -177,8 +182,8 @@ def _scores(
                 def wait():
                     plgpu.barrier_wait(consumed.at[slot])
 
-                for j in range(SPAN // piece):
-                    key = jnp.minimum((first + i) * SPAN + j * piece, lax.div(end - 1, piece) * piece)
+                for j in range(span // piece):
+                    key = jnp.minimum((first + i) * span + j * piece, lax.div(end - 1, piece) * piece)
                     page, offset = tables_ref[row, lax.div(key, size)], lax.rem(key, size)
                     here = (slot, pl.ds(j * piece, piece))
                     into = raw[0] if fp8 else k_smem
@@ -193,9 +198,9 @@ def _scores(
             lax.fori_loop(0, todo, step, None)
             lax.fori_loop(jnp.maximum(todo - stages, 0), todo, drain, None)
 
-        @pl.when(mine < 2)
+        @pl.when(mine < workers)
         def compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(registers, action="increase")
 
             @pl.when(mine == 0)
             def ask():
@@ -240,7 +245,7 @@ def _scores(
                     gate = lax.broadcast_in_dim(gate, products.shape, [1])
                     total = (jnp.maximum(products, 0.0) * gate).sum(axis=1)
                     total = total * scale * factor if fp8 else total * factor
-                    out_ref[row, tile, number, pl.ds((first + i) * SPAN + mine * ROWS, ROWS)] = total
+                    out_ref[row, tile, number, pl.ds((first + i) * span + mine * ROWS, ROWS)] = total
 
                 lax.fori_loop(0, real, score, None)
                 if not fp8:
@@ -254,15 +259,15 @@ def _scores(
         scratch_types=[
             tiled(together, columns, dim, dtype=dtype, widest=64 if fp8 else 128),
             plgpu.SMEM((together, columns), jnp.float32),
-            tiled(2, ROWS, dim, dtype=dtype, widest=64) if fp8 else tiled(stages, SPAN, dim, dtype=dtype),
-            *([plgpu.SMEM((stages, SPAN, WORDS), jnp.uint32), plgpu.SMEM((stages, SPAN), jnp.uint32)] if fp8 else []),
+            tiled(workers, ROWS, dim, dtype=dtype, widest=64) if fp8 else tiled(stages, span, dim, dtype=dtype),
+            *([plgpu.SMEM((stages, span, WORDS), jnp.uint32), plgpu.SMEM((stages, span), jnp.uint32)] if fp8 else []),
             plgpu.Barrier(num_arrivals=together + 1),
-            plgpu.Barrier(num_arrivals=SPAN // piece * parts, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=span // piece * parts, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         ],
         grid=(rows, tiles, splits),
         grid_names=("row", "tile", "split"),
-        num_threads=3,
+        num_threads=workers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=kernels.interpret,
