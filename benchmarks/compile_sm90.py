@@ -27,7 +27,7 @@ from benchmarks.compile_steps import STEPS, Step
 from jaxserve import experts, targets
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.executables import Program
-from jaxserve.quantization import QuantArray
+from jaxserve.quantization import MxArray, QuantArray
 from jaxserve.sharding import sharding
 from pallas_kernels import indexer
 from pallas_kernels.dispatch import Kernels
@@ -152,11 +152,14 @@ def quantized(tokens: int, outputs: int = 2048, inputs: int = 7168) -> Call:
     return call, (array(tokens, inputs, dtype=jnp.float32), array(outputs, inputs, dtype=E4M3), scale), ()
 
 
-def mixture(tokens: int, dtype: Any) -> Call:
-    """DeepSeek V3's experts: 256 of width 2,048, 8 a token. All of ``experts.mix``."""
-    shapes = {"gate_up": (256, 2, 2048, 7168), "down": (256, 7168, 2048)}
+def mixture(tokens: int, dtype: Any, count: int = 256, width: int = 2048, hidden: int = 7168, k: int = 8) -> Call:
+    """DeepSeek V3's experts, or others. All of ``experts.mix``."""
+    shapes = {"gate_up": (count, 2, width, hidden), "down": (count, hidden, width)}
 
     def weight(*shape: int) -> Any:
+        if dtype == jnp.uint8:
+            data, scale = (array(*shape[:-1], shape[-1] // each, dtype=dtype) for each in (2, 32))
+            return MxArray(data, scale)
         if dtype != E4M3:
             return array(*shape, dtype=dtype)
         blocks = (*(1,) * (len(shape) - 2), 128, 128)
@@ -167,8 +170,8 @@ def mixture(tokens: int, dtype: Any) -> Call:
         return experts.mix(params, x, chosen, weights, lambda gate, up: jax.nn.silu(gate) * up, "tensor", HOPPER)
 
     params = {name: weight(*shape) for name, shape in shapes.items()}
-    choices = array(tokens, 8, dtype=jnp.int32), array(tokens, 8, dtype=jnp.float32)
-    return call, (params, array(tokens, 7168, dtype=jnp.float32), *choices), ()
+    choices = array(tokens, k, dtype=jnp.int32), array(tokens, k, dtype=jnp.float32)
+    return call, (params, array(tokens, hidden, dtype=jnp.float32), *choices), ()
 
 
 def index(rows: int, queries: int, dtype: Any) -> Call:
@@ -213,6 +216,8 @@ KERNELS = (
     Kernel("quant_matmul prefill, 2048 tokens", lambda: quantized(2048)),
     Kernel("grouped_matmul decode fp8, 64 tokens", lambda: mixture(64, E4M3)),
     Kernel("grouped_matmul decode bf16, 64 tokens", lambda: mixture(64, jnp.bfloat16)),
+    Kernel("grouped_matmul decode mxfp4, 64 tokens", lambda: mixture(64, jnp.uint8, 128, 2880, 2880, 4)),
+    Kernel("grouped_matmul prefill mxfp4, 2048 tokens", lambda: mixture(2048, jnp.uint8, 128, 2880, 2880, 4)),
     Kernel("grouped_matmul prefill fp8, 2048 tokens", lambda: mixture(2048, E4M3)),
     Kernel("kv_write index keys", lambda: writes(write_keys, array(8193, 32 * 132, dtype=jnp.uint8), (64, 128))),
 )

@@ -24,7 +24,7 @@ TILE_BYTES = 2 << 20
 and more)."""
 MAX_BLOCK = 64
 KERNEL_BLOCKS = (8, 128)
-"""Rows of the smallest and of the largest block of a kernel."""
+"""Rows of the smallest and of the largest block of a kernel; of MXFP4, whose rows go twice, half as many."""
 FEW = 8
 """Rows an expert gets on average in a step, up to which padding is held down."""
 
@@ -68,11 +68,11 @@ def cut(choices: jax.Array, experts: int, rows: int) -> Blocks:
     return Blocks(jnp.pad(order, (0, rows)), expert, start, last[-1])
 
 
-def kernel_rows(choices: int, experts: int) -> int:
+def kernel_rows(choices: int, experts: int, most: int) -> int:
     """Rows of a block of a kernel, a power of two. For few, so many that most experts need one block: their weights are
     what takes time. For many, no more than an expert gets on average: padding takes memory."""
     mean = choices / min(choices, experts)
-    rows, most = KERNEL_BLOCKS
+    rows = KERNEL_BLOCKS[0]
     while rows < min(most, 2 * mean if mean <= most / 4 else mean):
         rows *= 2
     return rows
@@ -157,7 +157,8 @@ def _by_blocks(
     nobody's."""
     experts, _, width, hidden = params["gate_up"].shape
     flat = chosen.reshape(-1)
-    rows = kernel_rows(chosen.size, experts)
+    twice = any(isinstance(params[name], quantization.MxArray) for name in ("gate_up", "down"))
+    rows = kernel_rows(chosen.size, experts, KERNEL_BLOCKS[1] // (2 if twice else 1))
     blocks = cut(flat, experts, rows)
     sorted_at = blocks.start[:, None] + jnp.arange(rows)
     choice = blocks.order[jnp.minimum(sorted_at, chosen.size)]  # [B, rows]
@@ -202,11 +203,14 @@ def kernel(weight: quantization.Weight, kernels: Kernels) -> bool:
     return choose(grouped_matmul.__name__, case(weight), kernels).name != "reference"
 
 
-def case(weight: Any) -> grouped_matmul.Case:
+def case(weight: quantization.Weight) -> grouped_matmul.Case:
     """The facts of products with one of the experts' weights, which may also be described."""
-    data = weight if isinstance(weight, jax.Array | jax.ShapeDtypeStruct) else weight.data
-    outputs, inputs = math.prod(data.shape[1:-1]), data.shape[-1]
-    blocks = weight.sides(1) if isinstance(weight, quantization.QuantArray) else (1, 1)
+    data, blocks = weight, (1, 1)
+    if isinstance(weight, quantization.QuantArray):
+        data, blocks = weight.data, weight.sides(1)
+    elif isinstance(weight, quantization.MxArray):
+        data, blocks = weight.data, (1, weight.block)
+    outputs, inputs = math.prod(weight.shape[1:-1]), weight.shape[-1]
     return grouped_matmul.Case(str(weight.dtype), str(data.dtype), outputs, inputs, blocks)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul as package
+from pallas_kernels.codecs import mx
 from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
 from pallas_kernels.grouped_matmul import Case, grouped_matmul
 from pallas_kernels.quant_matmul import quant_matmul
@@ -112,6 +113,28 @@ def test_every_e4m3_number_is_met_exactly() -> None:
     assert np.isnan(got[:, 64:]).all()
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, MOSAIC], ids=lambda kernels: kernels.mode)
+def test_mxfp4_meets_rows_in_float32(kernels: Kernels) -> None:
+    """Every number with scales of any size; activations are rounded to 16 bits of mantissa at most. NaN stays NaN."""
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (2, 64, 64), np.uint8)
+    scale = rng.choice([3, 100, 127, 128, 200], (2, 64, 1)).repeat(4, -1).astype(np.uint8)
+    scale[:, :, 1] = rng.integers(120, 130, (2, 64))
+    scale[1, 5, 2] = 255
+    x = rng.standard_normal((2, 3, 128)).astype(np.float32)
+    group = jnp.asarray([1, 0], jnp.int32)
+    args = [jnp.asarray(array) for array in (x, data, scale)]
+    found = grouped_matmul(*args, group, jnp.int32(2), blocks=(1, 32), dtype="float32", kernels=kernels)
+    got = np.asarray(found, np.float64)
+    numbers = np.array(mx.E2M1)[np.stack([data & 15, data >> 4], -1).reshape(2, 64, 128)]
+    weight = numbers * 2.0 ** (scale.astype(np.int64) - 127).repeat(32, -1)
+    want = x.astype(np.float64) @ weight[::-1].swapaxes(1, 2)
+    magnitude = np.abs(x.astype(np.float64)) @ np.abs(weight[::-1]).swapaxes(1, 2)
+    right = np.abs(got - want) <= 2.0**-16 * magnitude
+    right[0, :, 5] = np.isnan(got[0, :, 5])
+    assert right.all()
+
+
 def test_what_declines_says_why() -> None:
     fits = Case("bfloat16", "float8_e4m3fn", 4096, 7168, (128, 128))
     assert choose(package.__name__, fits, HOPPER).name == "mosaic"
@@ -119,7 +142,8 @@ def test_what_declines_says_why() -> None:
     assert str(choose(package.__name__, fits, Kernels())) == "reference (mosaic: the device is no NVIDIA GPU)"
     for wrong, why in (
         (Case("float32", "float8_e4m3fn", 4096, 7168, (128, 128)), "float32"),
-        (Case("bfloat16", "uint8", 4096, 3584), "weights are uint8"),
+        (Case("bfloat16", "uint8", 4096, 3584, (1, 32)), "products of MXFP4 are of bfloat16"),
+        (Case("float32", "uint8", 4096, 96, (1, 32)), "96 inputs in blocks of 32 are no multiples of 64"),
         (Case("bfloat16", "float16", 4096, 3584), "weights are float16"),
         (Case("bfloat16", "bfloat16", 32, 7168), "32 outputs are fewer than 64"),
         (Case("bfloat16", "bfloat16", 64, 176), "176 inputs"),

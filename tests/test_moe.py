@@ -200,7 +200,8 @@ def test_groups_of_devices_must_be_equal() -> None:
 
 
 def test_quantized_experts_equal_their_dequantized_selves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of a width are cut where blocks end, whether scales belong to squares or to rows of 32."""
+    """Tiles of a width are cut where blocks end, whether scales belong to squares or to rows of 32; and in whole
+    blocks, the way of kernels."""
     monkeypatch.setattr(experts, "TILE_BYTES", 1)
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.standard_normal((9, 64)), jnp.float32)
@@ -222,11 +223,16 @@ def test_quantized_experts_equal_their_dequantized_selves(monkeypatch: pytest.Mo
         )
         for name, shape in data.items()
     }
-    run = jax.jit(lambda p: experts.mix(p, x, chosen, jnp.ones(chosen.shape), SILU, "tensor"))
+
+    def run(params, by_kernel=False):
+        monkeypatch.setattr(experts, "kernel", lambda weight, kernels: by_kernel)
+        return jax.jit(lambda p: experts.mix(p, x, chosen, jnp.ones(chosen.shape), SILU, "tensor"))(params)
+
     for packed in (fp8, mx):
-        plain = {name: weight.dequantize() for name, weight in packed.items()}
-        wanted = run(plain)
-        np.testing.assert_allclose(run(packed), wanted, rtol=1e-4, atol=1e-3 * float(jnp.abs(wanted).max()))
+        wanted = run({name: weight.dequantize() for name, weight in packed.items()})
+        for by_kernel in (False, True):
+            got = run(packed, by_kernel)
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3 * float(jnp.abs(wanted).max()))
 
 
 @pytest.mark.parametrize("skew", ["even", "all to one", "none"])

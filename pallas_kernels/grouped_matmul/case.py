@@ -12,7 +12,7 @@ class Case:
     dtype: str
     """Of the factors of the product."""
     data: str
-    """The weights' dtype in memory."""
+    """The weights' dtype in memory; uint8: MXFP4, two numbers a byte."""
     outputs: int
     inputs: int
     blocks: tuple[int, int] = (1, 1)
@@ -21,4 +21,5 @@ class Case:
     @classmethod
     def of(cls, data: jax.Array, blocks: tuple[int, int], dtype: str) -> "Case":
         outputs, inputs = data.shape[-2:]
-        return cls(dtype, str(data.dtype), outputs, inputs, blocks)
+        each = 2 if data.dtype == "uint8" else 1
+        return cls(dtype, str(data.dtype), outputs, each * inputs, blocks)

@@ -6,6 +6,9 @@ multiply, 64 outputs each. e4m3 is read in halves of two channels, turned to 16 
 multiplied from there: part j of a step's channels are the j-th of each half, and the rows are brought into that order
 before. The sum over the inputs that share a scale is multiplied by it in float32. What the programs of some outputs
 bring is added up in XLA.
+
+MXFP4 has products in float32: a row goes as two, the bfloat16 next to it and that next to what is left. Its numbers are
+read four to a half, as e4m3 at first, and multiplied by their scales, exactly, before they meet the rows.
 """
 
 import functools
@@ -24,6 +27,7 @@ from pallas_kernels.hopper import ROWS, tiled
 
 DTYPES = ("bfloat16", "float16")
 FP8 = "float8_e4m3fn"
+MX = "uint8"
 SPAN = 128
 """Inputs of a step, at most."""
 LEAST_SPAN = 32
@@ -45,14 +49,18 @@ class Tiling:
 
 def declines(case: Case, kernels: Kernels) -> str | None:
     """Why this kernel does not run a case, or None."""
-    if case.dtype not in DTYPES:
+    if case.data == MX:
+        if case.dtype != "float32":
+            return f"products of MXFP4 are of {case.dtype}; it takes float32"
+    elif case.dtype not in DTYPES:
         return f"products are of {case.dtype}; it takes {' and '.join(DTYPES)}"
-    if case.data not in (case.dtype, FP8):
-        return f"weights are {case.data}; it takes {case.dtype} and {FP8}"
+    if case.data not in (case.dtype, FP8, MX):
+        return f"weights are {case.data}; it takes {case.dtype}, {FP8} and MXFP4"
     if case.outputs < ROWS:
         return f"{case.outputs} outputs are fewer than {ROWS}"
-    if _span(case) < LEAST_SPAN:
-        return f"{case.inputs} inputs in blocks of {case.blocks[1]} are no multiples of {LEAST_SPAN}"
+    least = LEAST_SPAN * (2 if case.data == MX else 1)
+    if _span(case) < least:
+        return f"{case.inputs} inputs in blocks of {case.blocks[1]} are no multiples of {least}"
     if case.data == FP8 and case.blocks[0] < 8:
         return f"{case.blocks[0]} outputs share a scale; it takes 8 and more"
     return None
@@ -67,6 +75,12 @@ def block_rows(rows: int) -> int:
     return min(MOST_ROWS, -(-rows // 8) * 8)
 
 
+def _twice(x: jax.Array) -> jax.Array:
+    """Rows ``[B, rows, in]`` and what bfloat16 leaves of them, ``[B, 2 * rows, in]``."""
+    near = x.astype(jnp.bfloat16)
+    return jnp.concatenate([near, (x - near.astype(jnp.float32)).astype(jnp.bfloat16)], axis=1)
+
+
 def grouped_matmul(
     x: jax.Array,
     data: jax.Array,
@@ -78,31 +92,53 @@ def grouped_matmul(
     dtype: str,
     kernels: Kernels,
 ) -> jax.Array:
-    """See ``reference.grouped_matmul``. The factors are rounded to 16 bits but for the scales: these are multiplied
-    with sums, in float32."""
+    """See ``reference.grouped_matmul``. Of the weights nothing is rounded. MXFP4 takes blocks of up to 64 rows."""
+    if data.dtype == MX:
+        both = _scaled(_twice(x), data, scale, group, total, blocks=blocks, dtype=dtype, kernels=kernels)
+        return both[:, : x.shape[1]] + both[:, x.shape[1] :]
+    return _scaled(x.astype(dtype), data, scale, group, total, blocks=blocks, dtype=dtype, kernels=kernels)
+
+
+def _scaled(
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array | None,
+    group: jax.Array,
+    total: jax.Array,
+    *,
+    blocks: tuple[int, int],
+    dtype: str,
+    kernels: Kernels,
+) -> jax.Array:
+    """Of rows in 16 bits."""
     count, real, inputs = x.shape
     outputs = data.shape[1]
     span = _span(Case.of(data, blocks, dtype))
-    fp8 = scale is not None
-    parts = 2 if fp8 or span == SPAN else 1
+    mx, fp8 = data.dtype == MX, data.dtype == FP8
+    packed = mx or fp8
+    parts = 4 if mx else 2 if fp8 or span == SPAN else 1
     width, steps, rows = span // parts, inputs // span, block_rows(real)
     warpgroups = 2 if outputs >= 2 * ROWS else 1
     tile = warpgroups * ROWS
     tiles = -(-outputs // tile)
-    tiling = Tiling(**kernels.tuned("grouped_matmul"))
-    stages = min(tiling.stages, ROOM // (span * (tile * data.dtype.itemsize + rows * 2)))
-    # Partial sums are written and read in float32: at most a quarter of the bytes of the weights.
-    most = max(1, min(steps // stages, inputs // (16 * rows)))
-    splits = max(1, min(tiling.programs // (count * tiles), most))
-    x = jnp.pad(x.astype(dtype), ((0, 0), (0, rows - real), (0, 0))).reshape(count, rows, steps, width, parts)
-    if fp8:
+    x = jnp.pad(x, ((0, 0), (0, rows - real), (0, 0))).reshape(count, rows, steps, width, parts)
+    if packed:
         x = x.transpose(0, 2, 4, 1, 3)
-        data = lax.bitcast_convert_type(data.reshape(*data.shape[:2], inputs // 2, 2), jnp.uint16)
+        data = lax.bitcast_convert_type(data.reshape(*data.shape[:2], inputs // parts, 2), jnp.uint16)
         columns = width
     else:
         x = x.reshape(count, rows, steps, parts, width).transpose(0, 2, 3, 1, 4)
         scale, columns = jnp.zeros((1, 1, 1), jnp.float32), span
+    if mx:  # a word has the scales of a step
+        assert scale is not None
+        word = jnp.uint32 if span == SPAN else jnp.uint16
+        scale = lax.bitcast_convert_type(scale.reshape(*scale.shape[:2], steps, span // 32), word)
     x = x.reshape(count * steps * parts, rows, width)
+    tiling = Tiling(**kernels.tuned("grouped_matmul"))
+    stages = min(tiling.stages, ROOM // (tile * columns * data.dtype.itemsize + span * rows * 2))
+    # Partial sums are written and read in float32: at most a quarter of the bytes of the weights.
+    most = max(1, min(steps // stages, inputs // (16 * rows)))
+    splits = max(1, min(tiling.programs // (count * tiles), most))
     aligned = blocks[0] % ROWS == 0 and outputs % ROWS == 0
     distinct = 1 if aligned else (ROWS + blocks[0] - 2) // blocks[0] + 1
     layout = plgpu.Layout.WGMMA
@@ -154,21 +190,39 @@ def grouped_matmul(
                     found = jnp.where(at == top + n, one, found)
                 return lax.broadcast_in_dim(found, (ROWS, rows), [0])
 
+            def each_scale(k):
+                """Of every number in a part of step k, times the 2^6 by which e2m1 read as e4m3 is too small."""
+                found = scale_ref.at[mine, pl.ds(begin, ROWS), first + k]
+                words = plgpu.load(found, layout=layout.reduce(1), optimized=False).astype(jnp.int32)
+                column = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=layout)
+                byte = (lax.broadcast_in_dim(words, (ROWS, width), [0]) >> (column & ~7)) & 255
+                scale = lax.bitcast_convert_type(jnp.minimum(byte + 6, 254) << 23, jnp.float32)
+                return jnp.where(byte == 255, jnp.nan, scale)
+
+            def numbers(halves, part, factor):
+                """The part-th of every half's numbers, in 16 bits."""
+                if mx:
+                    code = halves >> (4 * part)
+                    halves = ((code & 8) << 4) | ((code & 7) << 2)
+                else:
+                    halves = halves >> (8 * part)
+                value = lax.bitcast_convert_type(halves.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)
+                return (value * factor if mx else value).astype(x.dtype)
+
             def step(i, total):
                 slot = lax.rem(i, stages)
-                factor = scales(i) if fp8 else None
+                factor = scales(i) if fp8 else each_scale(i) if mx else None
                 plgpu.barrier_wait(arrived.at[slot])
 
                 def product(acc):
-                    if not fp8:
+                    if not packed:
                         for part in range(parts):
                             left = data_smem.at[slot, here, pl.ds(part * width, width)]
                             plgpu.wgmma(acc, left, x_smem.at[slot, part].transpose((1, 0)))
                         return acc[...]
                     halves = plgpu.load(data_smem.at[slot, here], layout=layout)
                     for part in range(parts):
-                        byte = (halves >> (8 * part)).astype(jnp.uint8)
-                        left = lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(jnp.float32).astype(dtype)
+                        left = numbers(halves, part, factor)
                         if kernels.interpreted:  # which multiplies from shared memory alone
                             left_smem[0][number, part] = left
                             left = left_smem[0].at[number, part]
@@ -177,7 +231,7 @@ def grouped_matmul(
 
                 brought = pl.run_scoped(product, plgpu.ACC((ROWS, rows), jnp.float32))
                 plgpu.barrier_arrive(consumed.at[slot])
-                return total + (brought if factor is None else brought * factor)
+                return total + (brought * factor if fp8 else brought)
 
             zero = plgpu.layout_cast(jnp.zeros((ROWS, rows), jnp.float32), layout)
             out = lax.fori_loop(0, todo, step, zero)
@@ -190,12 +244,12 @@ def grouped_matmul(
         for number in range(warpgroups):
             pl.when(warpgroup == number)(functools.partial(compute, number))
 
-    left = [tiled(warpgroups, parts, ROWS, width, dtype=dtype)] if fp8 and kernels.interpreted else []
+    left = [tiled(warpgroups, parts, ROWS, width, dtype=x.dtype)] if packed and kernels.interpreted else []
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((splits, count, rows, outputs), jnp.float32),
         scratch_types=[
-            tiled(stages, parts, rows, width, dtype=dtype),
+            tiled(stages, parts, rows, width, dtype=x.dtype),
             tiled(stages, tile, columns, dtype=data.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),

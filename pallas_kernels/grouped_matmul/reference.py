@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.codecs import mx
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.grouped_matmul.case import Case
 from pallas_kernels.quant_matmul.reference import product, quant_matmul
@@ -34,12 +35,17 @@ def grouped_matmul(
 
     Only the first ``total`` (int32 scalar) blocks are computed: anything may come out in the place of others, and their
     group and rows are not looked at. scale: float32 ``[X, ceil(out / blocks[0]), ceil(in / blocks[1])]`` of e4m3
-    ``data``; None for weights of ``dtype``. Both factors are rounded to ``dtype``; products are summed in float32.
+    ``data``; of MXFP4, uint8 ``[X, out, in / 2]``, it is uint8 ``[X, out, in / 32]``, and ``dtype`` float32; None for
+    weights of ``dtype``. Both factors are rounded to ``dtype``; products are summed in float32.
     """
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         weight = lax.dynamic_index_in_dim(data, group[i], keepdims=False)
-        if scale is None:
+        if data.dtype == jnp.uint8:
+            assert scale is not None
+            mine = lax.dynamic_index_in_dim(scale, group[i], keepdims=False)
+            found = product(x[i], mx.dequantize(weight.reshape(*mine.shape, -1), mine), dtype)
+        elif scale is None:
             found = product(x[i], weight, dtype)
         else:
             mine = lax.dynamic_index_in_dim(scale, group[i], keepdims=False)
