@@ -123,8 +123,8 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
                 hashes = side.submit(content, source, config.cache_path)
             runner = _runner(config, programs, store, finish, source, report, link)
         words = tokenizer.result()
-        if config.kv_checksums and not limits.host_bytes:
-            raise ConfigError("kv_checksums needs host_kv_gib: it checks pages in host memory")
+        if config.kv_checksums and not limits.host_bytes and programs.hot is None:
+            raise ConfigError("kv_checksums needs host_kv_gib or sparse_host: it checks pages in host memory")
         stores = _stores(config, programs, limits, store, source, hashes, link, runner, report)
     eos = frozenset(_eos_ids(source, words))
     marks = None

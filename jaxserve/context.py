@@ -89,6 +89,7 @@ class Fetch(NamedTuple):
     moves: tuple[jax.Array, ...]  # int32 [2, n, M] of the decode rows, and of the blocks: rows of the host's pages,
     # and those of the plane's latents that they go to; -1 for none
     counts: jax.Array  # int32 [3]: rows that were there, rows that were not, and those found nowhere
+    damaged: jax.Array | None = None  # bool [N]: which rows the layer brought something with a wrong checksum
 
 
 class Selected(NamedTuple):
@@ -105,6 +106,7 @@ class Hidden(NamedTuple):
     x: jax.Array  # float32 [T, E]
     selected: Selected | None = None  # where layers use the choice of one before them
     fetched: jax.Array | None = None  # int32 [3]: the layers' ``Fetch.counts`` so far, where latents are the host's
+    damaged: jax.Array | None = None  # bool [N]: rows that have read a latent with a wrong checksum, where those are
 
 
 def context(cfg: ModelConfig, bucket: StepBucket, page_size: int, tables: jax.Array, spans: jax.Array) -> Context:
@@ -124,13 +126,14 @@ def hidden(at: Setting, x: jax.Array) -> Hidden:
     """What the first layer is handed: embeddings, and an empty choice where choices are handed on."""
     hot, bucket, chosen = at.hot, at.bucket, at.cfg.handed_on
     fetched = None if hot is None else jnp.zeros(3, jnp.int32)
+    damaged = jnp.zeros(bucket.rows, bool) if hot is not None and hot.checked else None
     if chosen is None:
-        return Hidden(x, None, fetched)
+        return Hidden(x, None, fetched, damaged)
     nothing = jnp.full((bucket.tokens, chosen), -1, jnp.int32)
     selected = Selected(nothing, jnp.zeros(bucket.tokens, jnp.int32))
     if hot is not None:
         parts = [(bucket.decodes, 1), (bucket.blocks, bucket.block)]
         shapes = [(2, rows, min(queries * chosen, hot.rows)) for rows, queries in parts if rows]
         moves = tuple(jnp.full(shape, -1, jnp.int32) for shape in shapes)
-        selected = selected._replace(fetch=Fetch(nothing, moves, jnp.zeros(3, jnp.int32)))
-    return Hidden(x, selected, fetched)
+        selected = selected._replace(fetch=Fetch(nothing, moves, jnp.zeros(3, jnp.int32), damaged))
+    return Hidden(x, selected, fetched, damaged)

@@ -37,6 +37,8 @@ def layer(
         out, pages, chosen = sparse.attend(at, spec.mixer, group, params, pages, normed, ctx, chosen)
         if hidden.fetched is not None and chosen.fetch is not None:
             hidden = hidden._replace(fetched=hidden.fetched + chosen.fetch.counts)
+            if hidden.damaged is not None and chosen.fetch.damaged is not None:
+                hidden = hidden._replace(damaged=hidden.damaged | chosen.fetch.damaged)
         hidden = hidden if cfg.handed_on is None else hidden._replace(selected=chosen)
     elif isinstance(spec.mixer, Latent):
         out, pages = mla.attend(at, spec.mixer, group, params, pages, normed, ctx)

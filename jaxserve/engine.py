@@ -28,6 +28,7 @@ SETTLE_SECONDS = 0.05
 """Between two looks at what an idle engine still moves."""
 COPY_SECONDS = 0.005
 """The same where there is more to be moved."""
+DAMAGED = "KV pages of this request in host memory are damaged: their checksum is wrong"
 OnDelta = Callable[[Delta], None]
 
 
@@ -315,6 +316,8 @@ class Engine:
             shape = residency.shape
             pages = len(plan.fetches) * residency.page_size * shape.planes * shape.row_bytes
             self.metrics.sparse_host(hits, misses, misses * shape.row_bytes, pages)
+            if result.damaged is not None:
+                self._end_damaged(plan, result.damaged)
         logprobs = LogprobRows(*result.logprobs) if result.logprobs is not None else None
         intervals: list[float | None] = []
         for i, (seq, token) in enumerate(zip(plan.sampled, result.tokens.tolist(), strict=True)):
@@ -330,6 +333,22 @@ class Engine:
         self.metrics.tokens(intervals)
         self.scheduler.collected(plan)
         self._gauges(plan.tokens)
+
+    def _end_damaged(self, plan: StepPlan, damaged: Any) -> None:
+        """End the requests that have read from the host what is not what was written there, and forget their pages."""
+        ended = [seq for seq, wrong in zip(plan.decodes, damaged.decodes.tolist(), strict=False) if wrong]
+        row = 0
+        for chunk in plan.chunks:
+            last = row - (-chunk.count // self.packer.buckets.block)
+            ended += [chunk.seq] if damaged.blocks[row:last].any() else []
+            row = last
+        pages = set(damaged.pages)
+        if pages:
+            ended += [seq for seq in self.scheduler.running if not pages.isdisjoint(seq.pages[0])]
+        for seq in ended:
+            if not seq.finished:
+                self.scheduler.distrust(seq)
+                self._end_entry(self._entries[seq.request_id], "error", DAMAGED)
 
     def _accept(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         entry = self._entries[seq.request_id]

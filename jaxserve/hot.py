@@ -25,6 +25,17 @@ class HotPlane(NamedTuple):
     """``[F + R * B / G, G, ...]``, as in ``LatentPages``: frames, then the regions."""
     regions: Hot | None
     """What the regions hold, where the plane's layer chooses; others follow it."""
+    sums: jax.Array | None = None
+    """uint32 ``[P * G]``: checksums of the host's latents, where they are compared."""
+
+
+def checksum(rows: jax.Array) -> jax.Array:
+    """uint32 ``[...]`` of ``rows [..., n]``, whole words each: their sum, every word times an odd number of its own, so
+    that one wrong bit shows, and words that have changed places."""
+    words = lax.bitcast_convert_type(rows.reshape(*rows.shape[:-1], -1, 4 // rows.dtype.itemsize), jnp.uint32)
+    words = words.reshape(*rows.shape[:-1], -1)
+    odd = (jnp.arange(words.shape[-1], dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)) << 1 | jnp.uint32(1)
+    return (words * odd).sum(-1, dtype=jnp.uint32)
 
 
 def write(
@@ -37,7 +48,10 @@ def write(
     else:
         rows = jnp.concatenate([latent, rope], axis=-1).astype(pages.dtype)
     near, pages = host_rows.write(plane.latents, rows, frames), host_rows.write(pages, rows, slots)
-    return plane._replace(latents=near), pages
+    sums = plane.sums
+    if sums is not None:
+        sums = sums.at[jnp.where(slots < 0, len(sums), slots)].set(checksum(rows), mode="drop")
+    return plane._replace(latents=near, sums=sums), pages
 
 
 def place(
@@ -51,10 +65,15 @@ def place(
         regions, found = _plan(at, group, plane, regions, ctx, chosen)
         chosen = chosen._replace(fetch=found)
     assert chosen.fetch is not None
-    latents = plane.latents
+    latents, wrong = plane.latents, list[jax.Array]()
     for sources, targets in chosen.fetch.moves:
         latents = host_rows.fetch(pages, sources, latents, targets)
-    return HotPlane(latents, regions), chosen
+        if plane.sums is not None:
+            sums = checksum(latents.reshape(-1, latents.shape[-1])[jnp.maximum(targets, 0)])
+            wrong.append(((targets >= 0) & (sums != plane.sums[jnp.maximum(sources, 0)])).any(1))
+    if wrong:
+        chosen = chosen._replace(fetch=chosen.fetch._replace(damaged=jnp.concatenate(wrong)))
+    return HotPlane(latents, regions, plane.sums), chosen
 
 
 def _plan(at: Setting, group: int, plane: HotPlane, hot: Hot, ctx: Context, chosen: Selected) -> tuple[Hot, Fetch]:
@@ -62,7 +81,7 @@ def _plan(at: Setting, group: int, plane: HotPlane, hot: Hot, ctx: Context, chos
     assert at.hot is not None
     assert ctx.regions is not None
     bucket, size = at.bucket, plane.latents.shape[1]
-    find = partial(resolve, page_size=size, first=at.hot.frames * size)
+    find = partial(resolve, page_size=size, first=at.hot.frames * size, kernels=at.kernels)
     parts = []
     for first, last, token, queries in (
         (0, bucket.decodes, 0, 1),
@@ -84,6 +103,7 @@ def _plan(at: Setting, group: int, plane: HotPlane, hot: Hot, ctx: Context, chos
         jnp.concatenate([plan.rows.reshape(-1, plan.rows.shape[-1]) for plan in parts]),
         tuple(jnp.stack([plan.sources, plan.targets]) for plan in parts),
         jnp.stack(counts).sum(0),
+        jnp.zeros(bucket.rows, bool) if plane.sums is not None else None,
     )
 
 
@@ -102,11 +122,27 @@ def _resident(
     return Plan(rows, nothing, nothing, zeros, zeros, lost), hot
 
 
-def fill_frames(kv: list[tuple[Any, ...]], pairs: jax.Array) -> list[tuple[Any, ...]]:
-    """Of every plane the host's pages ``pairs[0]`` in frames ``pairs[1]``, int32 ``[2, C]``."""
+def fill_frames(kv: list[tuple[Any, ...]], pairs: jax.Array) -> tuple[list[tuple[Any, ...]], jax.Array | None]:
+    """Of every plane the host's pages ``pairs[0]`` in frames ``pairs[1]``, int32 ``[2, C]``; and bool ``[C]``, which of
+    them are damaged, where that is looked for."""
     page, frame = pairs
+    filled, wrong = [], []
+    for *others, plane in kv:
+        found = others[0][page]
+        filled.append((*others, plane._replace(latents=plane.latents.at[frame].set(found))))
+        if plane.sums is not None:
+            sums = plane.sums.reshape(-1, found.shape[1])[page]
+            wrong.append((checksum(found) != sums).any(1) & (page > 0))
+    return filled, jnp.stack(wrong).any(0) if wrong else None
 
-    def fill(pages: jax.Array, plane: HotPlane) -> HotPlane:
-        return plane._replace(latents=plane.latents.at[frame].set(pages[page]))
 
-    return [(*plane[:-1], fill(plane[0], plane[-1])) for plane in kv]
+def seal(kv: list[tuple[Any, ...]], pages: jax.Array) -> list[tuple[Any, ...]]:
+    """What the host's ``pages`` int32 ``[C]`` hold by now is what they are to hold."""
+
+    def again(host: jax.Array, plane: HotPlane) -> HotPlane:
+        if plane.sums is None:
+            return plane
+        sums = plane.sums.reshape(-1, host.shape[1]).at[pages].set(checksum(host[pages]))
+        return plane._replace(sums=sums.reshape(-1))
+
+    return [(*others, again(others[0], plane)) for *others, plane in kv]

@@ -26,7 +26,7 @@ class Bytes:
     @classmethod
     def of(cls, cache: CacheSpec) -> "Bytes":
         latents = sum(pages.token_bytes for pages in cache.arrays if isinstance(pages, LatentPages))
-        choosers = sum(isinstance(pages, KeyPages) for pages in cache.arrays)
+        choosers = sum(isinstance(pages, KeyPages) for pages in cache.arrays)  # checksums do not count: they are rare
         return cls(latents, cache.token_bytes - latents, 8 * choosers)
 
 
@@ -72,20 +72,17 @@ def hot_shape(
     sequence = -(-longest // size)
     backed = region + sequence * size * each.keys + TAIL * size * each.latents
     at_once = (budget - sequence * size * each.latents) // backed
-    regions = min(max_num_seqs, max(at_once, budget // 4 // region))
+    wished = min(max_num_seqs, max(at_once, budget // 4 // region))
     most = min(pool // (size * each.latents), max_num_seqs * sequence + 1)
-    left = budget - regions * region
-    ends = TAIL * min(max_num_seqs, regions) + 2
-    for frames in (sequence + ends, ends):
-        pages = min(most, (left - frames * size * each.latents) // (size * each.keys))
-        if regions and pages > sequence:
-            pages = memory.step_below(pages)
-            frames = min(pages, (left - pages * size * each.keys) // (size * each.latents))
-            chunk = min(block, rows // top_k)
-            planes = len(cache.planes)
-            always = config.sparse_host == "always"
-            frames = memory.step_below(frames)
-            return HotShape(frames, regions, rows, chunk, each.latents // planes, planes, always), pages
+    row, chunk, always = each.latents // len(cache.planes), min(block, rows // top_k), config.sparse_host == "always"
+    for regions in range(wished, 0, -1):
+        left, ends = budget - regions * region, TAIL * regions + 2
+        for frames in (sequence + ends, ends):
+            pages = memory.step_below(min(most, (left - frames * size * each.latents) // (size * each.keys)))
+            if pages > sequence:
+                frames = min(pages, (left - pages * size * each.keys) // (size * each.latents))
+                frames, planes = memory.step_below(frames), len(cache.planes)
+                return HotShape(frames, regions, rows, chunk, row, planes, always, config.kv_checksums), pages
     if most <= sequence:
         least = (sequence + 1) * size * each.latents / 2**30
         raise ConfigError(f"sparse_host_gib is too small for a sequence of {longest} tokens: it takes {least:.3g} GiB")

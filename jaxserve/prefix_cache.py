@@ -345,7 +345,7 @@ class PrefixCache:
 
     def _put(self, page: int, entry: Entry) -> None:
         if page in self._entries:
-            self._forget(page)
+            self.forget(page)
         self._entries[page] = entry
         self._after.setdefault(entry.before, {})[page] = None
         if entry.key is not None:
@@ -364,7 +364,7 @@ class PrefixCache:
             for block in self.tier.put(list(found)):
                 self.spills.append(Spill(block, pages[: len(block.keys)]))
                 del pages[: len(block.keys)]
-        self._forget(page)
+        self.forget(page)
 
     def _worth_a_spill(self, record: bytes | None) -> TypeGuard[bytes]:
         """Not where the host tier has it, or a store from which it comes as quickly."""
@@ -372,7 +372,8 @@ class PrefixCache:
             return False
         return self.stores is None or not self.stores.near(record)
 
-    def _forget(self, page: int) -> None:
+    def forget(self, page: int) -> None:
+        """What the page holds is known no more."""
         entry = self._entries.pop(page, None)
         if entry is None:
             return

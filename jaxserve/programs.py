@@ -128,7 +128,8 @@ class ProgramSet:
         latents, shape, size = plane[0], self.hot, self.page_size
         near = self.array((shape.frames + shape.regions * shape.rows // size, *latents.page(size)), latents.dtype)
         held = self.array((shape.regions, shape.rows), jnp.int32)
-        return (HotPlane(near, Hot(held, held) if len(plane) > 1 else None),)
+        sums = self.array((self.num_pages * size,), jnp.uint32) if shape.checked else None
+        return (HotPlane(near, Hot(held, held) if len(plane) > 1 else None, sums),)
 
     @property
     def groups(self) -> int:
@@ -213,10 +214,15 @@ class ProgramSet:
         row = jax.tree.map(lambda s: self.array(s.shape[1:], s.dtype), self.slot_state)
         state = self.slot_state
         pairs = self.array((2, COPIES), jnp.int32)
-        copy = partial(transfers.copy_pages, self.cache)
+
+        def copy(kv: transfers.KV, pairs: jax.Array) -> transfers.KV:
+            return self._sealed(transfers.copy_pages(self.cache, kv, pairs), pairs[1])
+
         yield self._program("copy", copy, (self.kv, pairs), (0,), self.kv)
         if self.hot is not None:
-            yield self._program("fetch", hot.fill_frames, (self.kv, self.array((2, FETCHES), jnp.int32)), (0,), self.kv)
+            pairs = self.array((2, FETCHES), jnp.int32)
+            out = (self.kv, self.array((FETCHES,), bool) if self.hot.checked else None)
+            yield self._program("fetch", hot.fill_frames, (self.kv, pairs), (0,), out)
         if self.host_tier:
             for records in SIZES:
                 yield from self.transfers(records)
@@ -229,6 +235,10 @@ class ProgramSet:
             words = self.array((rows, state.allowed.shape[1]), jnp.uint32)
             args = (state.allowed, self.array((rows,), jnp.int32), words)
             yield program(f"masks {rows}", sampler.set_masks, args, (0,), state.allowed)
+
+    def _sealed(self, kv: transfers.KV, pages: jax.Array) -> transfers.KV:
+        """``kv``, whose ``pages`` have been written to."""
+        return kv if self.hot is None else hot.seal(kv, pages)
 
     def first_needed(self) -> set[str]:
         """Names of the programs that the first short request runs."""
@@ -278,7 +288,7 @@ class ProgramSet:
             return transfers.spill_pages(self.cache, self.page_size, kv, pages)
 
         def restore(kv: transfers.KV, block: transfers.Block, pages: jax.Array) -> transfers.KV:
-            return transfers.restore_pages(self.cache, kv, block, pages)
+            return self._sealed(transfers.restore_pages(self.cache, kv, block, pages), pages)
 
         yield self._program(f"spill {records}", spill, (kv, pages), (), block)
         yield self._program(f"restore {records}", restore, (kv, block, pages), (0,), kv)
@@ -291,7 +301,7 @@ class ProgramSet:
             return transfers.spill_in_turn(self.cache, block, kv, pages)
 
         def restore(kv: transfers.KV, block: transfers.Block, pages: jax.Array) -> transfers.KV:
-            return transfers.restore_in_turn(self.cache, kv, block, pages)
+            return self._sealed(transfers.restore_in_turn(self.cache, kv, block, pages), pages)
 
         yield self._program(f"blank {records}", blank, (), (), block, about=f"{block}")
         yield self._program(f"spill {records}", spill, (block, kv, pages), (0,), block)

@@ -42,6 +42,8 @@ class HotShape:
     """Of a latent in one plane."""
     planes: int = 0
     always: bool = False
+    checked: bool = False
+    """Whether what comes from the host is compared with its checksum."""
 
 
 class Residency:

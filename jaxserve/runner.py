@@ -40,6 +40,15 @@ class DeviceState:
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """What has come from the host with a wrong checksum: for which decode rows and blocks, bool; and which pages."""
+
+    decodes: np.ndarray
+    blocks: np.ndarray
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step brought, on the host. ``tokens [sampled]``; log-probabilities where some row wanted them."""
 
@@ -48,6 +57,8 @@ class StepResult:
     prompt: list[tuple[PromptRows, Logprobs[np.ndarray]]]
     fetched: np.ndarray | None = None
     """int32 ``[3]``, where latents are the host's: ``context.Fetch.counts`` of all layers."""
+    damaged: Damaged | None = None
+    """Where checksums of what comes from there are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,8 @@ class InFlight:
     logprobs: Logprobs[jax.Array] | None
     prompt: list[tuple[PromptRows, Logprobs[jax.Array]]]
     fetched: jax.Array | None
+    damaged: tuple[jax.Array, list[tuple[np.ndarray, jax.Array]]] | None
+    """Rows of the step, and pages that were fetched before it."""
 
 
 class Runner:
@@ -95,7 +108,7 @@ class Runner:
             masks = run[f"masks {len(batch.mask_slots)}"]
             allowed = masks(state.slots.allowed, batch.mask_slots, batch.mask_words)
             state.slots = state.slots._replace(allowed=allowed)
-        self._move(batch)
+        fetches = self._move(batch)
         hidden, ctx = run[f"embed {bucket}"](self.weights["embed"], state.last_token, batch.ints)
         if bucket not in self.calls:
             self.calls[bucket] = self._calls(bucket)
@@ -110,10 +123,12 @@ class Runner:
         if hidden.fetched is not None:
             hidden.fetched.copy_to_host_async()
         prompt = [(rows, self._prompt(batch, x, rows)) for rows in batch.prompt_rows]
-        return InFlight(batch, tokens, logprobs, prompt, hidden.fetched)
+        damaged = None if hidden.damaged is None else (hidden.damaged, fetches)
+        return InFlight(batch, tokens, logprobs, prompt, hidden.fetched, damaged)
 
-    def _move(self, batch: StepBatch) -> None:
-        """Pages to the host, from the host, from one to another, and to frames, in this order."""
+    def _move(self, batch: StepBatch) -> list[tuple[np.ndarray, jax.Array]]:
+        """Pages to the host, from the host, from one to another, and to frames, in this order. Returns the last ones,
+        and which of them are damaged, where that is looked for."""
         run, state = self.compiled, self.state
         for spill in batch.spills:
             self.spill(spill)
@@ -122,8 +137,12 @@ class Runner:
             state.kv = run[f"restore {len(pages)}"](state.kv, restore.block.data, pages)
         for pairs in batch.copies:
             state.kv = run["copy"](state.kv, pairs)
+        found = []
         for pairs in batch.fetches:
-            state.kv = run["fetch"](state.kv, pairs)
+            state.kv, damaged = run["fetch"](state.kv, pairs)
+            if damaged is not None:
+                found.append((pairs[0], damaged))
+        return found
 
     def spill(self, spill: Spill) -> None:
         """Start copying pages to the host."""
@@ -172,7 +191,13 @@ class Runner:
         tokens = np.zeros(0, np.int32) if step.tokens is None else np.asarray(step.tokens)[: step.batch.sampled]
         logprobs = None if step.logprobs is None else _numpy(step.logprobs)
         fetched = None if step.fetched is None else np.asarray(step.fetched)
-        return StepResult(tokens, logprobs, [(rows, _numpy(values)) for rows, values in step.prompt], fetched)
+        prompt = [(rows, _numpy(values)) for rows, values in step.prompt]
+        damaged = None
+        if step.damaged is not None:
+            rows, decodes = np.asarray(step.damaged[0]), step.batch.bucket.decodes
+            pages = [page for pages, wrong in step.damaged[1] for page in pages[np.asarray(wrong)].tolist()]
+            damaged = Damaged(rows[:decodes], rows[decodes:], pages)
+        return StepResult(tokens, logprobs, prompt, fetched, damaged)
 
     def wait(self) -> None:
         """Wait until nothing runs on the devices, nor on the threads behind them.

@@ -410,6 +410,13 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
+    def distrust(self, seq: Sequence) -> None:
+        """Nothing that ``seq`` has computed is to be reused."""
+        for page in in_order(seq.pages):
+            self.cache.forget(page)
+        self._computed(seq)
+        seq.chain = None
+
     def _release(self, seq: Sequence) -> None:
         if self.residency is not None:
             self.residency.leave(seq)

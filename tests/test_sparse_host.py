@@ -3,12 +3,16 @@
 import re
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from test_sparse import answers, prompts
 from tiny import idle, tiny
 
 import jaxserve
+from jaxserve import hot
 from jaxserve.config import ConfigError
 from jaxserve.request import Delta
 
@@ -69,6 +73,33 @@ def test_tokens_depend_on_no_place(family: str, kind: str, devices: int, mode: s
     assert float(rows["miss"]) > 0
 
 
+def test_a_damaged_page_is_found_and_hurts_nobody_else(programs_dir: str) -> None:
+    """One bit of one latent: whoever reads it from the host, row by row or page by page, ends, and it is not reused."""
+    ids = prompts("glm_moe_dsa")[0]
+    with tiny(
+        programs_dir, "glm_moe_dsa", sparse_host="always", hot_buffer_tokens=8, kv_checksums=True, **SMALL
+    ) as llm:
+        expected = answers(llm, [ids, ids[3:40]])
+        runner, cache = llm._built.runner, llm._built.engine.cache
+
+        def harm(position: int) -> None:
+            page = cache._by_key[cache.chain(ids).keys[0][position // 8]]
+            llm._built.engine.scheduler.residency.drop(page)
+            pages, *others = runner.state.kv[2]
+            latents = np.array(pages)
+            latents.view(np.uint32)[page, position % 8, 5] ^= 1
+            runner.state.kv[2] = (jax.device_put(latents, pages.sharding), *others)
+
+        for position in range(len(ids)):
+            harm(position)
+        found = llm.generate([ids, ids[3:40]], max_tokens=40, temperature=0.0, ignore_eos=True)
+        assert found[0].outputs[0].finish_reason == "error"
+        assert "checksum is wrong" in found[0].error
+        assert found[1].outputs[0].token_ids == expected[1]
+        assert answers(llm, [ids]) == expected[:1], "computed again"
+        idle(llm)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -85,3 +116,18 @@ def test_tokens_depend_on_no_place(family: str, kind: str, devices: int, mode: s
 def test_what_cannot_be_had_is_refused_by_name(family: str, options: dict, message: str, programs_dir: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         tiny(programs_dir, family, **options)
+
+
+def test_pages_that_come_to_frames_are_compared_with_their_checksums() -> None:
+    rng = np.random.default_rng(0)
+    host = jnp.asarray(rng.integers(0, 256, (5, 4, 52)), jnp.uint8)
+    plane = hot.HotPlane(jnp.zeros((3, 4, 52), jnp.uint8), None, jnp.zeros(20, jnp.uint32))
+    (sealed,) = hot.seal([(host, plane)], jnp.arange(5))
+    pairs = jnp.array([[2, 4, 0], [1, 2, 0]])
+    ((_, filled),), wrong = hot.fill_frames([sealed], pairs)
+    np.testing.assert_array_equal(filled.latents[1:], host[jnp.array([2, 4])])
+    assert wrong.tolist() == [False] * 3
+    harmed = (host.at[4, 3, 51].set(host[4, 3, 51] ^ 128), sealed[1])
+    assert hot.fill_frames([harmed], pairs)[1].tolist() == [False, True, False]
+    swapped = (host.at[2, 0, :8].set(jnp.roll(host[2, 0, :8], 4)), sealed[1])
+    assert hot.fill_frames([swapped], pairs)[1].tolist() == [True, False, False]

@@ -62,7 +62,7 @@ def test_a_missing_window_is_computed_again(llm, plain):
     chain = cache.chain(ASKS[0])
     for keys in chain.keys[1:]:
         for key in keys[4:]:
-            cache._forget(cache._by_key[key])
+            cache.forget(cache._by_key[key])
     before = computed(llm)
     found, (cached,) = texts(llm, ASKS[:1])
     assert found == expected

@@ -188,14 +188,14 @@ def test_a_window_that_is_missing_shortens_the_hit_to_one_that_is_there() -> Non
     assert all(held[0])
     window = cache.chain(tokens).keys[1]
     for page in (11, 6, 5):
-        cache._forget(cache._by_key[window[page]])
+        cache.forget(cache._by_key[window[page]])
     assert known(cache, tokens)[0] == 44, "page 11 is in the window of all that ends behind it"
-    cache._forget(cache._by_key[window[9]])
+    cache.forget(cache._by_key[window[9]])
     assert known(cache, tokens)[0] == 36, "and page 9 in that of what ends at 44"
-    cache._forget(cache._by_key[window[8]])
-    cache._forget(cache._by_key[window[7]])
+    cache.forget(cache._by_key[window[8]])
+    cache.forget(cache._by_key[window[7]])
     assert known(cache, tokens)[0] == 20, "nothing from 6 to 9"
-    cache._forget(cache._by_key[cache.chain(tokens).keys[0][2]])
+    cache.forget(cache._by_key[cache.chain(tokens).keys[0][2]])
     assert known(cache, tokens)[0] == 8
 
 
