@@ -1,5 +1,7 @@
 """Grouped-query attention over pages of keys and values: projections, rope, cache write, attention, output."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -35,9 +37,11 @@ def attend(
     if spec.rope.query_scale_beta:
         q = q * query_scale(spec.rope, ctx.position)[:, None, None, None]
     wide = pages.shape[-1] - spec.head_dim if pages.ndim == 5 else 0  # made for wider heads, which others have
+    heads = (None, None, "kv_heads")
     if not spec.borrows:
         k, v = keys_values(cfg, spec, params, fused, table)
-        pages = write_heads(pages, _widen(k, wide), _widen(v, wide), ctx.slots[group])
+        write = at.over(partial(write_heads, kernels=at.kernels), [heads, heads[1:], heads[1:], ()], heads)
+        pages = write(pages, _widen(k, wide), _widen(v, wide), ctx.slots[group])
     q = _widen(q, wide)
 
     sinks = [params["sinks"]] if spec.sinks else []
@@ -54,7 +58,6 @@ def attend(
             sinks=rest[3] if spec.sinks else None,
         )
 
-    heads = (None, None, "kv_heads")
     over_heads = at.over(local, [heads, heads, (), (), (), *[("kv_heads",) for _ in sinks]], heads)
 
     def part(q: jax.Array, first: int, last: int) -> jax.Array:

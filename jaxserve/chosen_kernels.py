@@ -1,4 +1,4 @@
-"""Which implementations of attention and of products an engine's layers get, said without tracing them."""
+"""Which implementations of attention, cache writes and products an engine's layers get, said without tracing them."""
 
 import math
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from typing import Any
 import jax
 
 from jaxserve import experts
-from jaxserve.cache_spec import HeadPages, LatentPages
+from jaxserve.cache_spec import HeadPages, KeyPages, LatentPages, Pages
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import Attention
 from jaxserve.params import Specs
 from jaxserve.programs import ProgramSet
 from jaxserve.quantization import QuantArray
 from jaxserve.sharding import HeadLayout
-from pallas_kernels import grouped_matmul, indexer, mla_attention, paged_attention, quant_matmul, sparse_mla
+from pallas_kernels import grouped_matmul, indexer, kv_write, mla_attention, paged_attention, quant_matmul, sparse_mla
 from pallas_kernels.dispatch import KernelError, choose
 
 
@@ -29,7 +29,7 @@ def chosen(programs: ProgramSet) -> dict[str, str]:
         mixer, pages = layer.mixer, programs.cache.planes[place.plane][0]
         heads = HeadLayout.of(mixer, programs.mesh.size)
         here = heads.kv_heads // programs.mesh.size
-        cases: dict[str, tuple[str, object]] = {}
+        cases: dict[str, tuple[str, object]] = dict(_written(kept) for kept in programs.cache.planes[place.plane])
         if isinstance(mixer, Attention):
             assert isinstance(pages, HeadPages)
             for name, queries in (("decode", 1), ("prefill", programs.buckets.block)):
@@ -53,6 +53,15 @@ def chosen(programs: ProgramSet) -> dict[str, str]:
             except KernelError as error:
                 raise ConfigError(str(error)) from None
     return {name: "; ".join(choices) for name, choices in found.items()}
+
+
+def _written(pages: Pages) -> tuple[str, tuple[str, object]]:
+    """The op that writes such pages, its package, and its case."""
+    if isinstance(pages, HeadPages):
+        name, rows = "kv_write", 2 * len(pages.kv_source)
+    else:
+        name, rows = "kv_write, index keys" if isinstance(pages, KeyPages) else "kv_write, latents", 1
+    return name, (kv_write.__name__, kv_write.Case(pages.dtype, pages.token_bytes // rows))
 
 
 def _own_part(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

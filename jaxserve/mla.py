@@ -58,7 +58,8 @@ def attend(
     bucket = at.bucket
     found = inputs(at, spec, params, x, ctx)
     latents, *others = pages
-    latents = write_latent(latents, found.latent, found.k_rope, ctx.slots[group])
+    write = at.over(partial(write_latent, kernels=at.kernels), [()] * 4, ())
+    latents = write(latents, found.latent, found.k_rope, ctx.slots[group])
 
     def rows(first: int, last: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         return ctx.tables[group, first:last], *ctx.spans[:, first:last]

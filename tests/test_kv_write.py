@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
@@ -111,15 +112,20 @@ def test_nothing_is_written_for_no_token(kernels: Kernels) -> None:
     same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32), kernels=kernels), pages)
 
 
-def test_pages_are_changed_in_place() -> None:
-    """Donated, no copy of the cache is made: temporaries do not grow with it."""
-    for shape, dtype in (((400, 2, K, G * (D + 4)), jnp.uint8), ((400, 2, K, G, D), jnp.bfloat16)):
-        pages = jax.ShapeDtypeStruct(shape, dtype)
-        new = jax.ShapeDtypeStruct((4, K, D), jnp.float32)
-        slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_pages_are_changed_in_place(devices: int) -> None:
+    """Donated, no copy of the cache is made, on one device or on two that share its heads: temporaries stay small."""
+    mesh = jax.make_mesh((devices,), ("heads",), devices=jax.devices()[:devices])
+
+    def shared(shape: tuple[int, ...], dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    for shape, dtype in (((400, 2, 2, G * (D + 4)), jnp.uint8), ((400, 2, 2, G, D), jnp.float32)):
+        pages = shared(shape, dtype, None, None, "heads")
+        new, slots = shared((4, 2, D), jnp.float32, None, "heads"), shared((4,), jnp.int32)
         compiled = jax.jit(write_heads, donate_argnums=0).lower(pages, new, new, slots).compile()
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize
+        assert memory.alias_size_in_bytes == np.prod(shape) * jnp.dtype(dtype).itemsize // devices
         assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
 
 

@@ -18,18 +18,20 @@ def declines(case: Case, kernels: Kernels) -> str | None:
 def put(pages: jax.Array, slots: jax.Array, parts: Sequence[jax.Array], *, kernels: Kernels = REFERENCE) -> jax.Array:
     """``pages`` with ``parts [T, ..., n]`` in them, of the same dtype, where ``slots`` int32 ``[T]`` say.
 
-    A page is ``[..., W]``: in each row G rows of the first part's n elements, then G of the second's. Pages may have
-    their last dimension divided in two.
+    Pages are ``[P, ..., G, n]``; or ``[P, ..., W]``, G rows of the first part's n elements, then G of the second's. A
+    reshape from one to the other would make XLA's CPU backend copy the pages where there are several devices.
     """
-    flat = pages.reshape(*pages.shape[: parts[0].ndim - 1], -1)
-    size = flat.shape[-1] // sum(part.shape[-1] for part in parts)
-    page = jnp.where(slots < 0, len(pages), slots // size)  # a page behind the last is dropped
+    whole = pages.ndim > parts[0].ndim
+    size = pages.shape[-2] if whole else pages.shape[-1] // sum(part.shape[-1] for part in parts)
+    page, offset = jnp.where(slots < 0, len(pages), slots // size), slots % size  # a page behind the last is dropped
+    if whole:
+        (rows,) = parts
+        return pages.at[(page, *[slice(None)] * (pages.ndim - 3), offset)].set(rows, mode="drop")
     begin = 0
     for part in parts:
-        width = part.shape[-1]
-        flat = _put(flat, page, begin + slots % size * width, part)
-        begin += size * width
-    return flat.reshape(pages.shape)
+        pages = _put(pages, page, begin + offset * part.shape[-1], part)
+        begin += size * part.shape[-1]
+    return pages
 
 
 def _put(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:
