@@ -17,10 +17,10 @@ NEAR = 0.06
 
 
 def answer(model: Path, kernels: str, cache: str, **options: Any) -> list[TokenLogprob]:
-    prompt = reference("deepseek_v32")["input_ids"][0].tolist()[:20]
+    prompt = reference("deepseek_v32")["input_ids"][0].tolist()[:14]
     with jaxserve.LLM(str(model), **{**SMALL, **options}, cache_dir=cache, kernels=kernels) as llm:
         assert all(choice.startswith(kernels) for choice in llm.report()["kernels"].values()), llm.report()["kernels"]
-        (output,) = llm.generate([prompt], max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+        (output,) = llm.generate([prompt], max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
         idle(llm)
     return output.outputs[0].logprobs
 
