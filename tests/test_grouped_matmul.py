@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 
 from pallas_kernels import grouped_matmul as package
 from pallas_kernels.codecs import mx
@@ -14,7 +15,6 @@ from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
 from pallas_kernels.grouped_matmul import Case, grouped_matmul
 from pallas_kernels.quant_matmul import quant_matmul
 
-MOSAIC = Kernels("mosaic")
 HOPPER = Kernels("auto", "NVIDIA H200", "9.0")
 
 

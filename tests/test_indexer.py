@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, Kernels, choose
@@ -13,7 +14,6 @@ from pallas_kernels.indexer import Case, best, index_scores, mosaic, mosaic_best
 
 G, W, HEADS, DIM = 4, 9, 3, 16
 DTYPES = ["float32", "bfloat16", "uint8"]
-MOSAIC = Kernels("mosaic")
 
 
 def chosen(scores: np.ndarray, top_k: int) -> tuple[list[int], int]:

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 
 from pallas_kernels.codecs import records
-from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.kv_write import write_latent
 from pallas_kernels.mla_attention import mla_attention, mla_prefill
 
 R, r, H, N, D, G, Q = 24, 8, 3, 6, 5, 4, 8  # rank, rotated, heads, not rotated, value channels, page, block
 SCALE = 0.3
-KERNELS = (Kernels("mosaic"), REFERENCE)
+KERNELS = (MOSAIC, REFERENCE)
 
 
 class Case(NamedTuple):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_moe
 import pytest
+from hopper import MOSAIC
 from safetensors.numpy import load_file
 from tiny import FIXTURES, idle, reference, tiny
 
@@ -19,7 +20,7 @@ from jaxserve.moe import moe, route
 from jaxserve.quantization import MxArray, QuantArray
 from jaxserve.sharding import make_mesh, partition
 from pallas_kernels import grouped_matmul
-from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.dispatch import REFERENCE
 
 SILU = functools.partial(gated, Activation())
 
@@ -288,6 +289,6 @@ def test_the_kernel_for_hopper_mixes_quantized_experts() -> None:
     }
     weights = jnp.asarray(rng.random(chosen.shape), jnp.float32)
     run = jax.jit(lambda kernels: experts.mix(params, x, chosen, weights, SILU, "tensor", kernels), static_argnums=0)
-    got, want = run(Kernels("mosaic")), run(REFERENCE)
+    got, want = run(MOSAIC), run(REFERENCE)
     np.testing.assert_allclose(got, want, atol=1e-2 * float(jnp.abs(want).max()))
     assert np.isfinite(want).all()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 
 from pallas_kernels import dispatch
 from pallas_kernels.codecs import records
@@ -70,7 +71,7 @@ def test_the_kernel_for_hopper(dtype: str, heads: int, programs: int) -> None:
     rows[1] = -1
     expected[1] = 0
     args = (jnp.asarray(x) for x in (q[some], pages, rows[some], counts[some]))
-    got = sparse_mla(*args, rank=RANK, scale=SCALE, kernels=Kernels("mosaic"), programs=programs)
+    got = sparse_mla(*args, rank=RANK, scale=SCALE, kernels=MOSAIC, programs=programs)
     np.testing.assert_allclose(got, expected[some], rtol=0, atol=3e-2)
 
 
