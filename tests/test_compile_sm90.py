@@ -4,12 +4,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks.compile_sm90 import KERNELS, Kernel
+from benchmarks.kernel_cases import HOPPER, KERNELS, Kernel
 
 QUICK = ("paged_attention decode bf16 64", "sparse_mla bf16", "kv_write fp8_ds_mla")
 """Cases of a few seconds."""
@@ -18,8 +19,9 @@ QUICK = ("paged_attention decode bf16 64", "sparse_mla bf16", "kv_write fp8_ds_m
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.replace(" ", "-"))
 def test_every_kernel_is_lowered(kernel: Kernel) -> None:
     """To Mosaic's dialect, where shapes, tiles, layouts and copies are checked."""
-    function, shapes, donated = kernel.call()
-    lowered = jax.jit(function, donate_argnums=donated).trace(*shapes).lower(lowering_platforms=("cuda",))
+    call = kernel.call()
+    jitted = jax.jit(partial(call.function, HOPPER), donate_argnums=call.donated)
+    lowered = jitted.trace(*call.shapes).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.codecs import records
@@ -15,7 +16,6 @@ from pallas_kernels.kv_write import Case, write_heads, write_keys, write_latent
 P, K, G, D = 5, 3, 8, 16
 R, ROPE = 32, 8
 POISON = 0xA5
-MOSAIC = Kernels("mosaic")
 
 each = pytest.mark.parametrize("kernels", [REFERENCE, MOSAIC], ids=lambda kernels: kernels.mode)
 

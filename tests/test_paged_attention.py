@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import MOSAIC
 
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
 from pallas_kernels.paged_attention import Case, paged_attention
-
-MOSAIC = Kernels("mosaic")
 
 
 @dataclass(frozen=True)
