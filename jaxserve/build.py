@@ -251,8 +251,9 @@ def size(
     weights = params.nbytes(specs, dtype) // config.tensor_parallel
     temporaries = 0
     if gpu:  # a probe with a two-page cache: arguments scale exactly, temporaries do not grow with the pool
+        chosen(probe := programs(2, longest))  # what is refused says so before it is compiled
         with report.phase("measure a step"):
-            temporaries = step_bytes(programs(2, longest), store)
+            temporaries = step_bytes(probe, store)
     available, held = available or memory.measure(device), link.held if link else 0
     budget = memory.kv_budget(config, available, gpu=gpu, weights=weights + held, temporaries=temporaries)
     windows, step = Windows(cache.windows, config.page_size), buckets.max_prompt_tokens

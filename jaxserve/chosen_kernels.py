@@ -23,6 +23,11 @@ def chosen(programs: ProgramSet) -> dict[str, str]:
 
     Raises ``ConfigError`` where an implementation was asked for by name that does not run a layer.
     """
+    devices = programs.mesh.size
+    if programs.kernels.interpreted and devices > 1:  # programs of several devices would wait for each other's threads
+        raise ConfigError(
+            f"kernels mosaic is interpreted on this device, on one alone: tensor_parallel is {devices}, it must be 1"
+        )
     found: dict[str, dict[str, None]] = {}
     parts = jax.tree.map(_own_part, programs.params["layers"])
     for number, (layer, place) in enumerate(zip(programs.cfg.layers, programs.cache.layers, strict=True)):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hopper import MOSAIC
 from tiny import FIXTURES, LIMITS, idle, reference
 
 import jaxserve
@@ -54,8 +55,16 @@ def test_latents_and_chosen_ones(tmp_path: Path, programs_dir: str) -> None:
     assert_same(model, programs_dir, load_format="random", kv_cache_dtype="fp8_ds_mla", page_size=32)
 
 
+def refused(cache: str, match: str, **options: Any) -> None:
+    with pytest.raises(jaxserve.ConfigError, match=match):
+        jaxserve.LLM(str(FIXTURES / "llama3"), **{**SMALL, **options}, cache_dir=cache, kernels="mosaic")
+
+
 def test_what_no_kernel_runs_is_refused(programs_dir: str) -> None:
-    with pytest.raises(jaxserve.ConfigError, match="kernels mosaic has no paged_attention.*float32"):
-        jaxserve.LLM(
-            str(FIXTURES / "llama3"), **{**SMALL, "dtype": "float32"}, cache_dir=programs_dir, kernels="mosaic"
-        )
+    refused(programs_dir, "kernels mosaic has no paged_attention.*float32", dtype="float32")
+
+
+@pytest.mark.skipif(not MOSAIC.interpreted, reason="kernels are not interpreted")
+def test_several_devices_are_refused_where_kernels_are_interpreted(programs_dir: str) -> None:
+    """Their kernels would wait for each other inside the interpreter, or fail there."""
+    refused(programs_dir, "kernels mosaic is interpreted.*tensor_parallel is 2", tensor_parallel=2)
