@@ -1,8 +1,10 @@
 """Sparse decode with latents in host memory: how many sequences fit a device, and what reading from the host costs.
 
-``capacity`` counts, with the engine's own sizing and scheduler over a device that answers at once. ``run`` generates
-with a random model of DeepSeek V3.2's attention (fewer heads, dense layers) and compares answers and speed with the
-latents on the device. On a CPU both are the same memory: there is a price to be seen, and nothing to be gained.
+``capacity`` counts, with the engine's own sizing and scheduler over a device that answers at once. ``model`` computes
+tokens a second of V3.2 on eight GPUs from assumed rates, over shares of hits and two buses. ``copies`` replays assumed
+patterns of choices: hits, and times beside a gather on the host. ``run`` generates with a random model of DeepSeek
+V3.2's attention (fewer heads, dense layers) and compares answers and speed with the latents on the device. On a CPU
+both are the same memory: there is a price to be seen, and nothing to be gained.
 """
 
 import argparse
@@ -16,7 +18,8 @@ from typing import Any
 from prometheus_client import generate_latest
 
 import jaxserve
-from benchmarks import report
+from benchmarks import hisparse_copies, hisparse_model, report
+from benchmarks.hisparse_model import Bus, Deployment
 from jaxserve import hot_size, models
 from jaxserve.cache_spec import CacheSpec
 from jaxserve.config import EngineConfig, ModelConfig
@@ -28,7 +31,8 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 
 HELP = "latents of sparse attention in host memory: sequences that fit, and what they cost"
-PARTS = ("capacity", "run")
+PARTS = ("capacity", "model", "copies", "run")
+LENGTHS = (32768, 131072)
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "models"
 LATENTS = {
     "kv_lora_rank": 512,
@@ -154,10 +158,66 @@ def _generate(llm: jaxserve.LLM, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def modelled(args: argparse.Namespace) -> dict[str, Any]:
+    """Tables of ``hisparse_model``."""
+    buses = [Bus(name, rate * 1e9, args.row_share) for name, rate in hisparse_model.BUSES.items()]
+    layouts = {"tensor": Deployment(ways=8), "data": Deployment(ways=1)}
+    fitting = [
+        [f"{layout}, {tokens}, {buffer or 'plain'}", *_fitting(at, tokens, buffer, buses)]
+        for layout, at in layouts.items()
+        for tokens in LENGTHS
+        for buffer in (None, 2048, 4096)
+    ]
+    columns = ["", "sequences a GPU", "GB of the host", "tokens/s", "ms a step"]
+    columns += [f"{bus.name}{end}" for bus in buses for end in ("", ", ahead")]
+    caption = "Tokens/s and ms: with every chosen row on the device. Buses: the share of hits from which it pays."
+    report.show("V3.2 on eight GPUs: how attention is shared, tokens, buffer", columns, fitting, caption)
+    figures: dict[str, Any] = {"fitting": fitting}
+    shapes = [(bus, tokens) for tokens in LENGTHS for bus in buses]
+    for layout, at in layouts.items():
+        rows: list[list[Any]] = [["plain", *(_plain(at, tokens) for _, tokens in shapes)]]
+        for hits in (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0):
+            rows.append([f"{hits:.0%} hits", *(_hosted(at, tokens, bus, hits) for bus, tokens in shapes)])
+        rows.append(["host gathers", *(_gathered(at, tokens, bus) for bus, tokens in shapes)])
+        caption = "Host gathers: for nothing, and all rows cross, at the rate of large copies; buffers of 2048."
+        columns = ["", *(f"{tokens}, {bus.name}" for bus, tokens in shapes)]
+        report.show(f"Tokens/s of eight GPUs, attention {layout}-parallel, buffers of 4096", columns, rows, caption)
+        figures[layout] = rows
+    return figures
+
+
+def _fitting(at: Deployment, tokens: int, buffer: int | None, buses: list[Bus]) -> list[Any]:
+    batch = hisparse_model.fits(at, tokens, buffer)
+    seconds = hisparse_model.step(at, batch, tokens, bus=buses[0] if buffer else None).seconds
+    found = [hisparse_model.throughput(at, batch, seconds), 1e3 * seconds]
+    if buffer is None:
+        return [batch, None, *found, *[None] * 2 * len(buses)]
+    host = hisparse_model.pool_bytes(at, batch, tokens) / 1e9
+    ends = [hisparse_model.break_even(at, tokens, buffer, bus, ahead=ahead) for bus in buses for ahead in (False, True)]
+    return [batch, host, *found, *ends]
+
+
+def _plain(at: Deployment, tokens: int) -> float:
+    batch = hisparse_model.fits(at, tokens, None)
+    return hisparse_model.throughput(at, batch, hisparse_model.step(at, batch, tokens).seconds)
+
+
+def _hosted(at: Deployment, tokens: int, bus: Bus, hits: float) -> float:
+    batch = hisparse_model.fits(at, tokens, 4096)
+    return hisparse_model.throughput(at, batch, hisparse_model.step(at, batch, tokens, bus=bus, hits=hits).seconds)
+
+
+def _gathered(at: Deployment, tokens: int, bus: Bus) -> float:
+    batch = hisparse_model.fits(at, tokens, 2048)
+    return hisparse_model.throughput(at, batch, hisparse_model.host_gather(at, batch, tokens, bus))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=" ".join(PARTS))
     parser.add_argument("--budget-gib", type=float, default=4.0, help="of the device, for what the layers keep")
     parser.add_argument("--length", type=int, default=32768, help="tokens of each sequence that is counted")
+    parser.add_argument("--row-share", type=float, default=0.7, help="of a bus's rate that single rows reach (model)")
+    parser.add_argument("--steps", type=int, default=192, help="of a replay (copies)")
     parser.add_argument("--context", type=int, default=16640, help="tokens of the longest prompt that is run")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -172,6 +232,10 @@ def run(args: argparse.Namespace) -> None:
     for part in args.parts:
         if part not in PARTS:
             raise SystemExit(f"unknown part {part!r}; known: {', '.join(PARTS)}")
+    if not 0 < args.row_share <= 1:
+        raise SystemExit(f"--row-share must be above 0 and at most 1, got {args.row_share:g}")
+    if "copies" in args.parts and (args.length < 4096 or args.steps < 4 or args.sequences < 1):
+        raise SystemExit("copies need --length 4096, --steps 4 and --sequences 1 at least")
     where = report.environment()
     report.warn_if_busy()
     figures: dict[str, Any] = {}
@@ -184,6 +248,12 @@ def run(args: argparse.Namespace) -> None:
         ]
         columns = ["", "without", "with", "ratio"]
         report.show(f"Sequences of {args.length} tokens in {args.budget_gib:g} GiB (asked: 8)", columns, rows)
+    if "model" in args.parts:
+        figures["model"] = modelled(args)
+    if "copies" in args.parts:
+        rows = figures["copies"] = hisparse_copies.table(args.length, args.sequences, args.steps)
+        columns = ["others come", "stays", "buffer", "hits", "resolver ms", "copies ms", "gather on the host ms"]
+        report.show(f"{args.sequences} sequences of {args.length} tokens, one layer", columns, rows)
     if "run" in args.parts:
         found = figures["run"] = [row for _ in range(args.rounds) for row in measure(args)]
         same = all(row["answers"] == found[0]["answers"] for row in found)
