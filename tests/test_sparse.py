@@ -25,7 +25,6 @@ from jaxserve.sharding import Parallel, make_mesh
 from jaxserve.warmup import plan
 from pallas_kernels.codecs import records
 
-FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
 KINDS = ["auto", "fp8_ds_mla"]
 PAGE = {
     ("deepseek_v32", "auto"): 8 * 3 * (160 + 64),
@@ -49,10 +48,8 @@ def answers(llm: jaxserve.LLM, asked: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("family", "kind", "devices"),
     [
-        ("deepseek_v32", "auto", 4),
-        ("deepseek_v32", "fp8_ds_mla", 1),
+        ("deepseek_v32", "fp8_ds_mla", 4),
         ("glm_moe_dsa", "auto", 1),
-        ("glm_moe_dsa", "fp8_ds_mla", 8),
     ],
 )
 def test_tokens_depend_on_nothing_that_became_of_the_cache(
@@ -94,9 +91,9 @@ def changed(tmp_path: Path, family: str, **fields) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_wider_choice_gives_other_logits(family: str, programs_dir: str, tmp_path: Path) -> None:
+def test_a_wider_choice_gives_other_logits(programs_dir: str, tmp_path: Path) -> None:
     """As the reference says: the 40 positions behind the first 8 change if all is attended to, by more than 9."""
+    family = "glm_moe_dsa"
     ref, meta = reference(family), json.loads((FIXTURES / family / "meta.json").read_text())["sparsity"]
     opened = changed(tmp_path, family, index_topk=256)
     error = np.abs(logits(programs_dir, opened, ref["input_ids"][0].tolist()) - ref["logits"]).max(axis=1)
