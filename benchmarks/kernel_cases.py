@@ -67,31 +67,38 @@ def size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def over_pages(first: int, rows: int, queries: int, context: int) -> tuple[tuple[Any, ...], dict[int, Numbers]]:
-    """Tables, starts and counts, which are the arguments from number ``first`` on: every row ends at ``context``."""
-    width = context // PAGE
+def over_pages(
+    first: int, rows: int, queries: int, context: int, page: int = PAGE
+) -> tuple[int, tuple[Any, ...], dict[int, Numbers]]:
+    """How many pages; and tables, starts and counts, which are the arguments from number ``first`` on: every row ends
+    at ``context``, and has pages of its own, so that none comes from a cache of the device's."""
+    width = context // page
     shapes = (array(rows, width, dtype=jnp.int32), *[array(rows, dtype=jnp.int32)] * 2)
     numbers: dict[int, Numbers] = {
-        first: lambda rng: rng.integers(1, PAGES, (rows, width)),
+        first: lambda rng: 1 + rng.permutation(rows * width).reshape(rows, width),
         first + 1: lambda rng: np.full(rows, context - queries),
         first + 2: lambda rng: np.full(rows, queries),
     }
-    return shapes, numbers
+    return rows * width + 1, shapes, numbers
 
 
-def attention(rows: int, queries: int, dim: int, dtype: Any = jnp.bfloat16, **options: Any) -> Call:
-    """Llama 3 8B's heads (32 over 8) or SmolLM2's (9 over 3), contexts of 4,096."""
-    heads, group = (8, 4) if dim == 128 else (3, 3)
-    head = (PAGE, dim) if dtype != jnp.uint8 else (PAGE * (dim + 4),)
+HEADS = {64: (3, 3), 128: (8, 4), 256: (8, 2)}
+"""By head_dim: SmolLM2's (9 over 3), Llama 3 8B's (32 over 8), Gemma 3 12B's (16 over 8)."""
+
+
+def attention(rows: int, queries: int, dim: int, dtype: Any = jnp.bfloat16, page: int = PAGE, **options: Any) -> Call:
+    """Contexts of 4,096."""
+    heads, group = HEADS[dim]
+    head = (page, dim) if dtype != jnp.uint8 else (page * (dim + 4),)
 
     def call(kernels, q, pages, tables, starts, counts):
         return paged_attention(q, pages, tables, starts, counts, kernels=kernels, scale=dim**-0.5, **options)
 
-    where, numbers = over_pages(2, rows, queries, 4096)
+    count, where, numbers = over_pages(2, rows, queries, 4096, page)
     q = array(rows, queries, heads, group, dim, dtype=jnp.float32)
-    pages = array(PAGES, 2, heads, *head, dtype=dtype)
-    seen = min(4096, options.get("window", 4096) + queries)
-    read = rows * seen * size(pages) / (PAGES * PAGE)
+    pages = array(count, 2, heads, *head, dtype=dtype)
+    seen = options.get("window", 4096)  # by one query; all of a row see a little more
+    read = rows * min(4096, seen + queries - 1) * size(pages) / (count * page)
     return Call(call, (q, pages, *where), numbers, read + 2 * size(q), 4 * q.size * seen)
 
 
@@ -109,7 +116,8 @@ def sparse(tokens: int, heads: int, dtype: Any) -> Call:
     }
     shapes = (q, pages, array(tokens, 2048, dtype=jnp.int32), array(tokens, dtype=jnp.int32))
     read = tokens * 2048 * row * jnp.dtype(dtype).itemsize
-    return Call(call, shapes, numbers, read + 2 * size(q), 2 * tokens * heads * 2048 * (576 + 512))
+    flops = 2 * tokens * heads * 2048 * (576 + 512)
+    return Call(call, shapes, numbers, read + size(q) + 4 * tokens * heads * 512, flops)
 
 
 def latents(rows: int, dtype: Any) -> Call:
@@ -118,11 +126,12 @@ def latents(rows: int, dtype: Any) -> Call:
     def call(kernels, q, pages, tables, starts, counts):
         return mla_attention(q, pages, tables, starts, counts, kernels=kernels, rank=512, scale=192**-0.5)
 
-    where, numbers = over_pages(2, rows, 1, 4096)
+    count, where, numbers = over_pages(2, rows, 1, 4096)
     row = 656 if dtype == jnp.uint8 else 576
-    q, pages = array(rows, 1, 128, 576, dtype=jnp.float32), array(PAGES, PAGE, row, dtype=dtype)
+    q, pages = array(rows, 1, 128, 576, dtype=jnp.float32), array(count, PAGE, row, dtype=dtype)
     read = rows * 4096 * row * jnp.dtype(dtype).itemsize
-    return Call(call, (q, pages, *where), numbers, read + 2 * size(q), 2 * rows * 128 * 4096 * (576 + 512))
+    flops = 2 * rows * 128 * 4096 * (576 + 512)
+    return Call(call, (q, pages, *where), numbers, read + size(q) + 4 * rows * 128 * 512, flops)
 
 
 def index(rows: int, queries: int, dtype: Any) -> Call:
@@ -131,11 +140,11 @@ def index(rows: int, queries: int, dtype: Any) -> Call:
     def call(kernels, q, gates, pages, tables, starts, counts):
         return indexer.select(q, gates, pages, tables, starts, counts, kernels=kernels, top_k=2048)
 
-    where, numbers = over_pages(3, rows, queries, 32768)
+    count, where, numbers = over_pages(3, rows, queries, 32768)
     q, gates = (array(rows, queries, *shape, dtype=jnp.float32) for shape in ((64, 128), (64,)))
-    pages = array(PAGES, *((PAGE * 132,) if dtype == jnp.uint8 else (PAGE, 128)), dtype=dtype)
-    read = rows * 32768 * size(pages) / (PAGES * PAGE)
-    return Call(call, (q, gates, pages, *where), numbers, read + size(q), 2 * q.size * 32768)
+    pages = array(count, *((PAGE * 132,) if dtype == jnp.uint8 else (PAGE, 128)), dtype=dtype)
+    moved = rows * 32768 * size(pages) / (count * PAGE) + size((q, gates)) + 4 * rows * queries * 2048
+    return Call(call, (q, gates, pages, *where), numbers, moved, 2 * q.size * 32768)
 
 
 def writes(write: Callable[..., Any], pages: Any, row: int, *new: tuple[int, ...]) -> Call:
@@ -199,6 +208,8 @@ def mixture(tokens: int, dtype: Any, count: int = 256, width: int = 2048, hidden
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
+    Kernel("paged_attention decode bf16 256", lambda: attention(64, 1, 256), may_spill=True),
+    Kernel("paged_attention decode bf16 128, pages of 128", lambda: attention(64, 1, 128, page=128)),
     Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
     Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),
     Kernel("paged_attention decode fp8 128", lambda: attention(64, 1, 128, jnp.uint8)),

@@ -37,11 +37,13 @@ SHAPES = {
     "padding rows": Shape((0, 40, 0)),
     "blocks": Shape((33, 5, 130), queries=32, group=4, dim=32, page=16, width=9),
     "more rows than a tile": Shape((70, 96), queries=32, group=5, page=16),
-    "verification": Shape((50, 9), queries=8, group=4),
+    "verification, sinks": Shape((50, 9), queries=8, group=4, sinks=True),
     "window": Shape((150, 7, 41, 0), window=40),
-    "softcap and sinks": Shape((100, 33), softcap=20.0, sinks=True),
+    "softcap": Shape((100, 33), softcap=20.0),
     "wide heads": Shape((70,), dim=256, group=2, page=16, width=5),
     "narrow heads": Shape((40, 17), dim=16, page=8),
+    "large pages": Shape((70, 129, 200), page=128, width=2, kv_heads=1),
+    "large pages of records": Shape((70, 129), page=128, width=2, kv_heads=1, dtype="uint8"),
     "more steps than stages": Shape((500,), kv_heads=1, page=64, width=8),
     "half": Shape((40,), dtype="float16"),
     "records": Shape((33, 64, 0), dtype="uint8", width=3),
@@ -130,6 +132,6 @@ def test_what_declines_says_why() -> None:
     with pytest.raises(KernelError, match="float32"):
         choose(package, f32, Kernels("mosaic"))
     assert choose(package, Case("uint8", 64, 32, 4), hopper).name == "mosaic"
-    wrongs = (("bfloat16", 100, 32), ("bfloat16", 64, 4), ("uint8", 32, 32), ("uint8", 64, 96))
+    wrongs = (("bfloat16", 100, 32), ("bfloat16", 64, 4), ("uint8", 32, 32), ("uint8", 64, 96), ("bfloat16", 64, 48))
     for wrong in (Case(*facts, 4) for facts in wrongs):
         assert choose(package, wrong, hopper).name == "reference"

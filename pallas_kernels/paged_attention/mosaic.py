@@ -26,6 +26,10 @@ from pallas_kernels.paged_attention.case import Case
 from pallas_kernels.scores import MASKED
 
 DTYPES = ("bfloat16", "float16", "uint8")
+WIDE_SPAN = 32
+"""Tokens a step of heads wider than 192: shared memory has no room for more."""
+ROOM = 220 << 10
+"""Bytes of shared memory for queries, weights, outputs and what is under way."""
 TURNED = 2
 """Steps whose records lie as numbers in shared memory."""
 
@@ -48,8 +52,8 @@ def declines(case: Case, kernels: Kernels) -> str | None:
         return f"pages are {case.dtype}; it takes bfloat16, float16 and records of bytes"
     if case.head_dim % 16 or case.head_dim > 256 or (case.head_dim > 64 and case.head_dim % 64):
         return f"head_dim {case.head_dim} is not 16, 32, 48, 64, 128, 192 or 256"
-    if case.page_size % 8:
-        return f"page_size {case.page_size} is not a multiple of 8"
+    if case.page_size % 8 or (64 % case.page_size and case.page_size % 64):
+        return f"page_size {case.page_size} is not 8, 16, 32 or a multiple of 64"
     if case.dtype == "uint8" and case.head_dim not in (64, 128):
         return f"records have head_dim {case.head_dim}; it takes 64 and 128"
     if case.dtype == "uint8" and case.page_size % 64 and case.page_size != 32:
@@ -80,18 +84,20 @@ def paged_attention(
         words = lax.bitcast_convert_type(pages.reshape(*pages.shape[:3], -1, parts), jnp.uint32)
         tokens = words.reshape(*words.shape[:3], -1, dim // parts)
     tiling = Tiling(**kernels.tuned("paged_attention"))
-    at_once = max(1, tiling.span // size)
-    span = at_once * size
+    span = min(tiling.span, WIDE_SPAN if dim > 192 else tiling.span)
+    piece = min(size, span)  # of a page, fetched at once
+    at_once, pieces = span // piece, size // piece
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % at_once)))
     real = group * queries
     tiles = -(-real // ROWS)
     kept = ROWS if tiles > 1 else -(-real // 8) * 8
-    splits = max(1, min(tiling.programs // (rows * kv_heads * tiles), tables.shape[1] // at_once))
+    splits = max(1, min(tiling.programs // (rows * kv_heads * tiles), tables.shape[1] * size // span))
     flat = _turned(q, dim // parts).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, real, dim).astype(dtype)
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, tiles * ROWS - real), (0, 0)))
     first_scores = scale * math.log2(math.e) if softcap is None else scale
 
-    held = TURNED if fp8 else tiling.stages
+    stages = max(2, min(tiling.stages, (ROOM - ROWS * (6 * dim + 2 * span)) // (4 * span * dim)))
+    held = TURNED if fp8 else stages
     layout = plgpu.Layout.WGMMA
 
     def body(q_ref, tokens_ref, words_ref, tables_ref, spans_ref, out_ref, stats_ref, *scratch):
@@ -105,20 +111,21 @@ def paged_attention(
 
         def copy(i, target, barrier):
             """Ask for the pages of a step."""
-            slot = lax.rem(i, tiling.stages)
+            slot = lax.rem(i, stages)
             for j in range(at_once):
-                page = tables_ref[row, (first + i) * at_once + j]
-                here = pl.ds(j * size, size)
+                number = (first + i) * at_once + j
+                page, offset = tables_ref[row, lax.div(number, pieces)], lax.rem(number, pieces) * piece
+                here = pl.ds(j * piece, piece)
                 for part in range(2):
-                    source = tokens_ref.at[page, part, head, pl.ds(0, size)]
+                    source = tokens_ref.at[page, part, head, pl.ds(offset, piece)]
                     plgpu.copy_gmem_to_smem(source, target.at[slot, part, here], barrier.at[slot])
                     if fp8:
-                        source = words_ref.at[page, part, head, pl.ds(size * dim // parts, size)]
+                        source = words_ref.at[page, part, head, pl.ds(size * dim // parts + offset, piece)]
                         plgpu.copy_gmem_to_smem(source, raw[1].at[slot, part, here], barrier.at[slot])
 
         def turn(i):
             """Make numbers of a step's records."""
-            slot, to = lax.rem(i, tiling.stages), lax.rem(i, held)
+            slot, to = lax.rem(i, stages), lax.rem(i, held)
             raw_smem, scales_smem, _ = raw
             width = dim // parts
             for part in range(2):
@@ -137,11 +144,11 @@ def paged_attention(
             plgpu.set_max_registers(152 if fp8 else 40, action="decrease")
             if fp8:
                 raw_smem, _, arrived = raw
-                lax.fori_loop(0, jnp.minimum(steps, tiling.stages), lambda i, _: copy(i, raw_smem, arrived), None)
+                lax.fori_loop(0, jnp.minimum(steps, stages), lambda i, _: copy(i, raw_smem, arrived), None)
 
             def step(i, _):
                 if fp8:
-                    plgpu.barrier_wait(arrived.at[lax.rem(i, tiling.stages)])
+                    plgpu.barrier_wait(arrived.at[lax.rem(i, stages)])
 
                 @pl.when(i >= held)
                 def wait():
@@ -152,9 +159,9 @@ def paged_attention(
                     return
                 turn(i)
 
-                @pl.when(i + tiling.stages < steps)
+                @pl.when(i + stages < steps)
                 def more():
-                    copy(i + tiling.stages, raw_smem, arrived)
+                    copy(i + stages, raw_smem, arrived)
 
             def drain(i, _):
                 plgpu.barrier_wait(consumed.at[lax.rem(i, held)])
@@ -220,14 +227,16 @@ def paged_attention(
             plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
             plgpu.wait_smem_to_gmem(0)
 
-    widest = dim // 2 if fp8 else 128  # a quarter of the channels is written at once: whole tiles
+    widest = min(128, plgpu.find_swizzle(16 * dim), plgpu.find_swizzle(16 * span))  # one for all that wgmma reads
+    if fp8:
+        widest = dim // 2  # a quarter of the channels is written at once: whole tiles
     raw: list[Any] = []
     if fp8:
         swizzle = plgpu.SwizzleTransform(dim)  # type: ignore[abstract]
         raw = [
-            plgpu.SMEM((tiling.stages, 2, span, dim // parts), jnp.uint32, transforms=(swizzle,)),
-            plgpu.SMEM((tiling.stages, 2, span), jnp.uint32),
-            plgpu.Barrier(num_arrivals=4 * at_once, num_barriers=tiling.stages),
+            plgpu.SMEM((stages, 2, span, dim // parts), jnp.uint32, transforms=(swizzle,)),
+            plgpu.SMEM((stages, 2, span), jnp.uint32),
+            plgpu.Barrier(num_arrivals=4 * at_once, num_barriers=stages),
         ]
     out, stats = plgpu.kernel(
         body,
