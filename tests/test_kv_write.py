@@ -115,6 +115,8 @@ def test_nothing_is_written_for_no_token(kernels: Kernels) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_pages_are_changed_in_place(devices: int) -> None:
     """Donated, no copy of the cache is made, on one device or on two that share its heads: temporaries stay small."""
+    if len(jax.devices()) < devices:
+        pytest.skip("needs several devices")
     mesh = jax.make_mesh((devices,), ("heads",), devices=jax.devices()[:devices])
 
     def shared(shape: tuple[int, ...], dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
