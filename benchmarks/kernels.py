@@ -7,6 +7,7 @@ small cases.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,18 +21,22 @@ from jax import lax
 from benchmarks import report
 from benchmarks.kernel_cases import KERNELS, Call
 from benchmarks.stats import median
-from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels
+from pallas_kernels.dispatch import REFERENCE, Kernels
 
 HELP = "each kernel's share of the roofline of this device"
 NOMINAL = {"NVIDIA H200": (4.8e12, 990e12)}
 """Bytes, and products of 16-bit numbers, a second."""
+LONG = 5.0
+"""Seconds, after which a case is not repeated."""
+MOST = 1 << 30
+"""Random numbers that are made at once; of more, all have the same along their first axis."""
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
-    """Median, once warm."""
+    """Median, once warm; of fewer rounds where they take long, as loops of many small programs do on a GPU."""
     jax.block_until_ready(call())
-    found = []
-    for _ in range(rounds):
+    found: list[float] = []
+    while len(found) < rounds and sum(found) < LONG:
         begun = time.perf_counter()
         jax.block_until_ready(call())
         found.append(time.perf_counter() - begun)
@@ -56,27 +61,33 @@ def arguments(call: Call, seed: int) -> list[Any]:
             return jnp.asarray(call.numbers[number](rng), leaf.dtype)
         if leaf.dtype == jnp.uint8:  # 1 to 1.9 in e4m3, about 0.01 in wider ones
             return jax.random.randint(key, leaf.shape, 0x38, 0x40, jnp.uint8)
-        return (jax.random.normal(key, leaf.shape, jnp.bfloat16) / 8).astype(leaf.dtype)
+        shape = leaf.shape if leaf.size <= MOST else leaf.shape[1:]
+        return jnp.broadcast_to((jax.random.normal(key, shape, jnp.bfloat16) / 8).astype(leaf.dtype), leaf.shape)
 
     return [jax.tree.map(partial(one, number), tree) for number, tree in enumerate(call.shapes)]
 
 
 def repeated(call: Call, kernels: Kernels, times: int, values: list[Any]) -> Callable[[], Any]:
-    """The case ``times`` times over ``values``, each of which waits for the one before: through the pages it writes, or
-    through its first argument of floats, to which a zero of the result is added."""
-    first = next(i for i, tree in enumerate(call.shapes) if _is_floats(tree))
+    """The case ``times`` times over ``values``, each of which waits for the one before: to its first argument of floats
+    a zero of the result is added, so that nothing of it can be done once for all. All of a result is made, though one
+    number of it is read."""
+    first = next(i for i, tree in enumerate(call.shapes) if _is_floats(tree, donated=i in call.donated))
 
     def run(*args: Any) -> Any:
         def step(_: int, carry: Any) -> Any:
-            if call.donated:
-                return call.function(kernels, carry, *args[1:])
+            kept, zero = carry
             mine = [*args]
-            mine[first] = mine[first] + carry
-            out = jax.tree.leaves(call.function(kernels, *mine))[0]
-            return lax.optimization_barrier(out.reshape(-1)[0].astype(args[first].dtype)) * 0
+            mine[: len(kept)] = kept
+            mine = list(lax.optimization_barrier((mine, zero))[0])
+            mine[first] = mine[first] + zero
+            out = lax.optimization_barrier(call.function(kernels, *mine))
+            leaf = jax.tree.leaves(out)[0]
+            zero = leaf[(0,) * leaf.ndim].astype(zero.dtype) * 0
+            return ((out,) if call.donated else ()), zero
 
-        begin = args[0] if call.donated else jnp.zeros((), args[first].dtype)
-        return lax.fori_loop(0, times, step, begin)
+        begin = args[: len(call.donated)], jnp.zeros((), args[first].dtype)
+        kept, zero = lax.fori_loop(0, times, step, begin)
+        return kept[0] if call.donated else zero
 
     program = jax.jit(run, donate_argnums=call.donated)
 
@@ -89,8 +100,8 @@ def repeated(call: Call, kernels: Kernels, times: int, values: list[Any]) -> Cal
     return once
 
 
-def _is_floats(tree: Any) -> bool:
-    return isinstance(tree, jax.ShapeDtypeStruct) and tree.dtype == jnp.float32
+def _is_floats(tree: Any, *, donated: bool) -> bool:
+    return not donated and isinstance(tree, jax.ShapeDtypeStruct) and tree.dtype == jnp.float32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,11 +137,11 @@ def run(args: argparse.Namespace) -> None:
             found["bound"] = "products"
         for name, kernels in contenders.items():
             try:
-                once = repeated(call, kernels, args.times, arguments(call, 0))
-                found[name] = seconds(once, args.rounds) / args.times
-            except (KernelError, jax.errors.JaxRuntimeError) as error:  # the others are still measured
-                found[f"{name} error"] = str(error)[:200]
+                found[name] = seconds(repeated(call, kernels, args.times, arguments(call, 0)), args.rounds) / args.times
+            except Exception as error:  # whatever a compiler raises: the others are still measured
+                found[f"{name} error"] = f"{type(error).__name__}: {error}"[:200]
         figures.append(found)
+        print(json.dumps(found), flush=True)  # at once: a kernel may hang, or leave the device useless to the others
         times = [found.get(name) for name in ("mosaic", "reference")]
         shares = [None if took is None else floor / took for took in times]
         micro = [None if took is None else 1e6 * took for took in (floor, *times)]
