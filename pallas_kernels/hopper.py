@@ -34,3 +34,11 @@ def accumulated(start: jax.Array, multiply: Callable[[Any], None], kernels: Kern
 
     rows, columns = start.shape
     return start + pl.run_scoped(alone, plgpu.ACC((rows, columns), start.dtype))
+
+
+def store(ref: Any, value: Any) -> None:
+    """``ref[...] = value``, also where a warp does not fill sectors of 32 bytes: from jax 0.12 on that must be said."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

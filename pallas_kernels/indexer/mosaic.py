@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.hopper import ROWS, tiled
+from pallas_kernels.hopper import ROWS, store, tiled
 from pallas_kernels.indexer.case import Case
 from pallas_kernels.indexer.mosaic_best import ALONG, best, padded
 from pallas_kernels.indexer.reference import everything, seen_by
@@ -245,7 +245,7 @@ def _scores(
                     gate = lax.broadcast_in_dim(gate, products.shape, [1])
                     total = (jnp.maximum(products, 0.0) * gate).sum(axis=1)
                     total = total * scale * factor if fp8 else total * factor
-                    out_ref[row, tile, number, pl.ds((first + i) * span + mine * ROWS, ROWS)] = total
+                    store(out_ref.at[row, tile, number, pl.ds((first + i) * span + mine * ROWS, ROWS)], total)
 
                 lax.fori_loop(0, real, score, None)
                 if not fp8:

@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.hopper import store
 from pallas_kernels.indexer.threshold import LEAST, chosen, rising
 from pallas_kernels.indexer.words import WORD
 
@@ -114,8 +115,8 @@ def _words(scores: jax.Array, seen: jax.Array, top_k: int, kernels: Kernels) -> 
             image = load(chunk)
             where = pl.ds(chunk * high, high)
             bits = jnp.int32(1) << iota(1)
-            above_ref[row, where] = jnp.where(image > threshold, bits, 0).sum(axis=1)
-            level_ref[row, where] = jnp.where((image == threshold) & (image > LEAST), bits, 0).sum(axis=1)
+            store(above_ref.at[row, where], jnp.where(image > threshold, bits, 0).sum(axis=1))
+            store(level_ref.at[row, where], jnp.where((image == threshold) & (image > LEAST), bits, 0).sum(axis=1))
 
         lax.fori_loop(0, here, partial(write, kept), None)
         lax.fori_loop(here, todo, partial(write, read), None)

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Kernels
+from pallas_kernels.hopper import store
 from pallas_kernels.kv_write.case import Case
 
 WARPS, LANES = 4, 32
@@ -55,7 +56,7 @@ def put(pages: jax.Array, slots: jax.Array, parts: Sequence[jax.Array], *, kerne
                     if high * wide == 1:
                         target[0, 0] = source[0, 0]
                     else:
-                        target[...] = plgpu.load(source, layout=_layout(high, wide), optimized=False)
+                        store(target, plgpu.load(source, layout=_layout(high, wide), optimized=False))
                 begin += size * width
 
     held = jax.new_ref(words)
