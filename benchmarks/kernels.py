@@ -43,13 +43,16 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
     return median(found)
 
 
-def ceilings(rounds: int, side: int) -> tuple[float, float]:
-    """Bytes and products of bfloat16 a second: of copying ``side`` squared of them, and of their own product."""
-    x = jnp.ones((side, side), jnp.bfloat16)
+def ceilings(rounds: int, side: int, times: int) -> tuple[float, float]:
+    """Bytes and products of bfloat16 a second: of copying ``side`` squared of them, and of a product of two such
+    matrices (of random numbers: a device slows down for them), ``times`` times in one program."""
     words = jnp.ones((side, side // 2), jnp.int32)
-    copy, multiply = jax.jit(lambda x: x + 1), jax.jit(lambda x: x @ x)
-    moved = 2 * words.nbytes / seconds(lambda: copy(words), rounds)
-    return moved, 2 * side**3 / seconds(lambda: multiply(x), rounds)
+    x, y = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    y = y * side**-0.5  # so that products stay as large
+    copy = jax.jit(lambda words: lax.fori_loop(0, times, lambda _, words: lax.optimization_barrier(words + 1), words))
+    multiply = jax.jit(lambda x, y: lax.fori_loop(0, times, lambda _, x: x @ y, x))
+    moved = 2 * words.nbytes * times / seconds(lambda: copy(words), rounds)
+    return moved, 2 * side**3 * times / seconds(lambda: multiply(x, y), rounds)
 
 
 def arguments(call: Call, seed: int) -> list[Any]:
@@ -117,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
     device = jax.devices()[0]
     report.warn_if_busy()
     where = report.environment() | {"device": device.device_kind}
-    moved, multiplied = ceilings(args.rounds, args.side)
+    moved, multiplied = ceilings(args.rounds, args.side, args.times)
     nominal = NOMINAL.get(device.device_kind)
     said = f" (nominal {nominal[0] / 1e12:.1f} and {nominal[1] / 1e12:.0f})" if nominal else ""
     print(f"{device.device_kind}: copies {moved / 1e12:.3f} TB/s, products {multiplied / 1e12:.2f} TFLOP/s{said}")
