@@ -34,8 +34,8 @@ class Shape:
 
 SHAPES = {
     "one row, others' blocks": Shape((2,), 1, 1, 128, 128),
-    "edges of outputs and blocks": Shape((3, 1, 0), 2, 9, 136, 96, (24, 32)),
-    "more steps than stages, split": Shape((1,), 1, 3, 64, 448, (64, 32), "float16"),
+    "edges of outputs and blocks": Shape((3, 1, 0), 2, 9, 136, 96, (40, 32)),
+    "more steps than stages, split": Shape((1,), 1, 3, 64, 480, (64, 32), "float16"),
     "not quantized": Shape((0, 3, 3), 2, 9, 136, 160, None),
     "nothing to do": Shape((0,), 0, 8, 64, 64, (64, 64)),
 }

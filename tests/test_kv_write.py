@@ -112,6 +112,14 @@ def test_nothing_is_written_for_no_token(kernels: Kernels) -> None:
     same(write_heads(jnp.asarray(pages), new, new, np.full(4, -1, np.int32), kernels=kernels), pages)
 
 
+def test_more_heads_than_are_written_at_once() -> None:
+    k, v = np.random.default_rng(0).standard_normal((2, 3, 20, D), np.float32)
+    pages = poisoned((P, 2, 20, G, D), jnp.dtype("bfloat16"))
+    slots = np.array([G - 1, -1, G], np.int32)
+    want, got = (write_heads(jnp.asarray(pages), k, v, slots, kernels=kernels) for kernels in (REFERENCE, MOSAIC))
+    same(got, want)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_pages_are_changed_in_place(devices: int) -> None:
     """Donated, no copy of the cache is made, on one device or on two that share its heads: temporaries stay small."""

@@ -1,6 +1,8 @@
 """Paged attention: implementations equal the reference, and the reference plain attention over the gathered text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import MOSAIC
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.codecs import records
 from pallas_kernels.dispatch import REFERENCE, KernelError, Kernels, choose
@@ -105,20 +109,35 @@ def plain(arrays: list[jax.Array], options: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("kernels", [REFERENCE, MOSAIC], ids=lambda kernels: kernels.mode)
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_plain_attention(name: str, kernels: Kernels) -> None:
-    """Within the rounding of 16-bit weights; padding rows are finite."""
+    """Within the rounding of 16-bit weights, and much nearer on average; padding rows are finite."""
     arrays, options = case(SHAPES[name])
     got = np.asarray(paged_attention(*arrays, kernels=kernels, **options))
     want = plain(arrays, options)
     assert np.isfinite(got).all()
     np.testing.assert_allclose(np.where(np.isnan(want), 0, got), np.nan_to_num(want), atol=2e-2, rtol=2e-2)
+    errors = np.abs(got - want)[~np.isnan(want)]
+    assert errors.mean() < (4e-3 if SHAPES[name].dtype == "uint8" else 2e-3)
 
 
-@pytest.mark.parametrize("name", ["page borders", "blocks", "window"])
-def test_mosaic_equals_the_reference_closely(name: str) -> None:
-    arrays, options = case(SHAPES[name])
-    got, want = (np.asarray(paged_attention(*arrays, kernels=kernels, **options)) for kernels in (MOSAIC, REFERENCE))
-    real = ~np.isnan(plain(arrays, options))
-    assert np.abs(got - want)[real].mean() < 1e-3
+RANDOM = Shape((0, 0, 0), queries=3, kv_heads=1, group=2, dim=16, page=8, width=10, window=30)
+run_random = jax.jit(partial(paged_attention, kernels=MOSAIC, scale=RANDOM.dim**-0.5, window=RANDOM.window))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 80), min_size=3, max_size=3), st.randoms(use_true_random=False))
+def test_any_table(lengths: list[int], random: Random) -> None:
+    """Pages anywhere, the first ones shared, contexts of every length: one program for all."""
+    arrays, options = case(replace(RANDOM, lengths=tuple(lengths)))
+    tables = np.asarray(arrays[2]).copy()
+    random.shuffle(order := list(range(1, len(arrays[1]))))
+    tables = np.where(tables > 0, np.array([0, *order])[tables], 0)
+    both = min(lengths[:2]) // RANDOM.page
+    tables[1, :both] = tables[0, :both]
+    arrays[2] = jnp.asarray(tables)
+    want = plain(arrays, options)
+    got = np.asarray(run_random(*arrays))
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(np.where(np.isnan(want), 0, got), np.nan_to_num(want), atol=2e-2, rtol=2e-2)
 
 
 def test_what_declines_says_why() -> None:

@@ -1,10 +1,14 @@
 """Latent attention over chosen rows against numpy: every format, -1 and empty rows, counts, chunks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import MOSAIC
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import dispatch
 from pallas_kernels.codecs import records
@@ -74,6 +78,26 @@ def test_the_kernel_for_hopper(dtype: str, heads: int, programs: int) -> None:
     args = (jnp.asarray(x) for x in (q[some], pages, rows[some], counts[some]))
     got = sparse_mla(*args, rank=rank, scale=SCALE, kernels=MOSAIC, programs=programs)
     np.testing.assert_allclose(got, expected[some], rtol=0, atol=3e-2)
+
+
+run_random = jax.jit(partial(sparse_mla, rank=128, scale=SCALE, kernels=MOSAIC, programs=4))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 80), min_size=2, max_size=2), st.sampled_from([0.0, 0.3, 0.95]), st.integers(0, 9))
+def test_any_rows(counts: list[int], holes: float, seed: int) -> None:
+    """One twice, holes anywhere, whole steps of them too; what lies behind the count is poison."""
+    rng = np.random.default_rng(seed)
+    meant = jnp.asarray(rng.standard_normal((30 * G, 128 + 64)), jnp.bfloat16).at[-1].set(jnp.nan)
+    rows = rng.integers(0, 30 * G - 1, (2, 80)).astype(np.int32)
+    rows[rng.random(rows.shape) < holes] = -1
+    rows[np.arange(80) >= np.array(counts)[:, None]] = 30 * G - 1
+    q = rng.standard_normal((2, 3, 128 + 64)).astype(np.float32)
+    got = run_random(jnp.asarray(q), meant.reshape(30, G, -1), jnp.asarray(rows), jnp.asarray(counts, jnp.int32))
+    for token, count in enumerate(counts):
+        mine = rows[token, :count][rows[token, :count] >= 0]
+        want = attend(q[token], np.asarray(meant[mine], np.float32), 128) if len(mine) else np.zeros((3, 128))
+        np.testing.assert_allclose(got[token], want, rtol=0, atol=3e-2)
 
 
 def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
