@@ -115,6 +115,8 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
             undo.callback(link.close)
         store = ExecutableStore(config.cache_path, mesh.devices.flat, int(config.cache_gib * 2**30))
         programs, limits = size(config, model, specs, dtype, mesh, store, report, link)
+        if config.kv_checksums and not limits.host_bytes and programs.hot is None:
+            raise ConfigError("kv_checksums needs host_kv_gib or sparse_host: it checks pages in host memory")
         report.add("kernels", **chosen(programs))
         with store.building(programs.programs(), first=programs.first_needed()) as finish:
             tokenizer = tokenizer or side.submit(_tokenizer, source, report)
@@ -123,8 +125,6 @@ def _build(config: EngineConfig, report: Report, undo: contextlib.ExitStack, nee
                 hashes = side.submit(content, source, config.cache_path)
             runner = _runner(config, programs, store, finish, source, report, link)
         words = tokenizer.result()
-        if config.kv_checksums and not limits.host_bytes and programs.hot is None:
-            raise ConfigError("kv_checksums needs host_kv_gib or sparse_host: it checks pages in host memory")
         stores = _stores(config, programs, limits, store, source, hashes, link, runner, report)
     eos = frozenset(_eos_ids(source, words))
     marks = None
@@ -459,18 +459,21 @@ def _describe_cache(
 ) -> None:
     cache, size, pages = programs.cache, config.page_size, limits.num_pages - 1
     windows, step = Windows(cache.windows, size), limits.buckets.max_prompt_tokens
+    near = 0 if programs.hot is None else hot_size.device_bytes(programs.hot, cache, size, limits.num_pages)
     report.add(
         "kv cache",
         dtype=cache.dtypes,
         bytes_per_token=cache.token_bytes * len(windows),
         pages=pages,
         tokens_that_fit=windows.fit(pages, step, limits.max_model_len),
-        total_bytes=cache.token_bytes * size * limits.num_pages,
+        total_bytes=cache.token_bytes * size * limits.num_pages + near,
         host_tokens_that_fit=limits.host_bytes // programs.record_bytes // len(windows) * size,
         prefix_reuse="on" if config.prefix_caching else "off: prefix_caching is false",
     )
     if programs.hot is not None:
-        report.add("sparse host", **hot_size.describe(programs.hot, cache, size, pages, limits.max_model_len))
+        report.add(
+            "sparse host", **hot_size.describe(programs.hot, cache, size, limits.num_pages, limits.max_model_len)
+        )
     if any(cache.windows):
         held = windows.most(0, limits.max_model_len, step)
         groups = [

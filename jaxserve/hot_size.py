@@ -1,5 +1,7 @@
 """How large what the devices hold is, where latents are the host's (see ``residency``): pages, frames and regions."""
 
+import itertools
+import math
 from dataclasses import dataclass
 
 from jaxserve import memory
@@ -84,30 +86,40 @@ def hot_shape(
                 frames, planes = memory.step_below(frames), len(cache.planes)
                 return HotShape(frames, regions, rows, chunk, row, planes, always, config.kv_checksums), pages
     if most <= sequence:
-        least = (sequence + 1) * size * each.latents / 2**30
-        raise ConfigError(f"sparse_host_gib is too small for a sequence of {longest} tokens: it takes {least:.3g} GiB")
+        least = math.ceil((sequence + 1) * size * each.latents / 2**30 * 1e6) / 1e6
+        raise ConfigError(f"sparse_host_gib is too small for a sequence of {longest} tokens: it takes {least:g} GiB")
+    least_pages = next(pages for pages in itertools.count(sequence + 1) if memory.step_below(pages) > sequence)
+    least_bytes = region + (TAIL + 2) * size * each.latents + least_pages * size * each.keys
     raise ConfigError(
-        f"sparse_host {config.sparse_host}: {budget} bytes of KV cache are too few for hot buffers of {rows} tokens, "
-        f"{region} bytes each, and the index keys of {longest} tokens; lower max_model_len, max_num_seqs or "
-        "hot_buffer_tokens, or raise kv_cache_memory_bytes"
+        f"sparse_host {config.sparse_host}: {budget} bytes of KV cache are too few, {least_bytes} would do: a hot "
+        f"buffer of {rows} tokens takes {region}, the index keys of {longest} tokens and a few latents the rest; "
+        "lower max_model_len or hot_buffer_tokens, or raise kv_cache_memory_bytes"
     )
 
 
-def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: int) -> dict[str, object]:
-    """For the report: what fits, and what would fit into the same memory with all latents on the devices."""
+def device_bytes(shape: HotShape, cache: CacheSpec, size: int, pages: int) -> int:
+    """What each device holds beside the keys: frames and regions, and checksums where they are compared."""
     each = Bytes.of(cache)
+    sums = 4 * pages * size * shape.planes if shape.checked else 0
+    return shape.frames * size * each.latents + shape.regions * shape.rows * (each.latents + each.regions) + sums
+
+
+def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: int) -> dict[str, object]:
+    """For the report: what fits, and what would fit into the same memory with all latents on the devices. ``pages`` are
+    all, the dump among them."""
+    each, usable = Bytes.of(cache), (pages - 1) * size
+    held = pages * size * each.keys + device_bytes(shape, cache, size, pages)
     region = shape.rows * (each.latents + each.regions)
-    held = pages * size * each.keys + shape.frames * size * each.latents + shape.regions * region
     without = held // (size * (each.keys + each.latents)) * size
     return {
         "mode": "always" if shape.always else "auto",
-        "tokens_that_fit": pages * size,
+        "tokens_that_fit": usable,
         "tokens_that_would_fit_without": without,
         "host_bytes": pages * size * each.latents,
         "device_bytes": held,
         "frames": f"{shape.frames - 1}, {(shape.frames - 1) * size} tokens",
         "hot_buffers": f"{shape.regions} of {shape.rows} tokens, {region} bytes each",
-        "sequences_that_fit": f"{min(pages * size // longest, shape.regions)} of {longest} tokens, "
+        "sequences_that_fit": f"{min(usable // longest, shape.regions)} of {longest} tokens, "
         f"{without // longest} without",
     }
 

@@ -433,4 +433,5 @@ class ProgramSet:
         """What the programs belong to, for people; and what they are specialized to beside their arguments."""
         known = hashlib.sha256(str(self.cfg).encode()).hexdigest()
         model = f"{self.cfg.model_type} {self.cfg.num_layers}x{self.cfg.hidden_size} {self.dtype} {known[:8]}"
-        return model, f"{known} {self.kernels} {self.hot} {self.page_size} {self.width}"
+        hot = self.hot and dataclasses.replace(self.hot, always=False, chunk=0)  # the host's policy alone
+        return model, f"{known} {self.kernels} {hot} {self.page_size} {self.width}"

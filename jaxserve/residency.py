@@ -59,6 +59,8 @@ class Residency:
         self.frame = np.full(num_pages, -1, np.int32)
         self.frame[0] = 0
         self.fetched: dict[int, int] = {}
+        self.computing: set[Sequence] = set()
+        """Who has prompt tokens in the step that is being planned: all they choose is read from frames."""
         self.moved_out = self.moved_in = 0
         """Times a sequence became host-backed, and resident again."""
         self._needed = [0] * num_pages
@@ -94,7 +96,9 @@ class Residency:
         return sum(not self._needed[page] for page in pages)
 
     def settle(self, running: Many[Sequence]) -> None:
-        """Let those of ``running`` change sides who should: out where the mode says so, in where there is room."""
+        """A step is to be planned. Let those of ``running`` change sides who should: out where the mode says so, in
+        where there is room."""
+        self.computing.clear()
         if self.shape.always:
             for seq in running:
                 if self._regions and self._can_move_out(seq):
@@ -162,7 +166,8 @@ class Residency:
         return self.room >= need + self._lacking(pages)
 
     def _can_move_out(self, seq: Sequence) -> bool:
-        return seq.region < 0 and not seq.prefilling and len(seq.pages[0]) > TAIL
+        decodes = not seq.prefilling and seq not in self.computing
+        return decodes and seq.region < 0 and len(seq.pages[0]) > TAIL
 
     def drop(self, page: int) -> None:
         """What the page's frame holds is not the page's any more; nobody needs it."""

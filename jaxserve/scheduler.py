@@ -257,6 +257,8 @@ class Scheduler:
             count = min(count, self.residency.shape.chunk)
         if count <= 0:
             return 0
+        if self.residency is not None:
+            self.residency.computing.add(seq)
         start, seq.computed = seq.computed, seq.computed + count
         chunks.append(Chunk(seq, start, count, final=not seq.prefilling, first=first))
         return -(-count // self.block)

@@ -274,6 +274,8 @@ class World:
         for seq in plan.decodes:
             self.write(seq, seq.computed - 1, self.last_token[seq.slot])
         for chunk in plan.chunks:
+            fits = chunk.seq.region < 0 or chunk.count <= self.hot.chunk
+            assert fits, "a sequence computes more prompt tokens at once than its buffer can serve"
             end = chunk.start + chunk.count
             for position, token in enumerate(chunk.seq.tokens(chunk.start, end), chunk.start):
                 self.write(chunk.seq, position, token)

@@ -108,7 +108,7 @@ def test_a_damaged_page_is_found_and_hurts_nobody_else(programs_dir: str) -> Non
         ("glm_moe_dsa", {"sparse_host": "auto", "hot_buffer_tokens": 7}, "hot_buffer_tokens must be at least 8"),
         ("glm_moe_dsa", {"sparse_host": "auto", "sparse_host_gib": 1e-6}, "sparse_host_gib is too small"),
         ("glm_moe_dsa", {"sparse_host": "auto", "sparse_host_gib": 1e4}, "sparse_host_gib 10000 does not fit"),
-        ("glm_moe_dsa", {"sparse_host": "auto", "kv_cache_memory_bytes": 9000}, "are too few for hot buffers"),
+        ("glm_moe_dsa", {"sparse_host": "auto", "kv_cache_memory_bytes": 9000}, "9000 bytes of KV cache are too few"),
         ("glm_moe_dsa", {"hot_buffer_tokens": 16}, "hot_buffer_tokens needs sparse_host"),
         ("glm_moe_dsa", {"sparse_host": "on"}, "sparse_host must be one of off, auto, always"),
     ],
