@@ -68,7 +68,6 @@ class Step:
     model: dict[str, Any]
     kv_cache_dtype: str = "auto"
     prompts: bool = False
-    may_spill: bool = False
 
     def programs(self, mesh: Mesh) -> list[Program]:
         """Embedding, layers and the heads that choose tokens, as the engine compiles them for the mesh's device."""

@@ -49,7 +49,6 @@ class Kernel:
 
     name: str
     call: Callable[[], Call]
-    may_spill: bool = False
 
     def programs(self, mesh: Mesh) -> list[Program]:
         """For ``compile_sm90``."""
@@ -208,7 +207,7 @@ def mixture(tokens: int, dtype: Any, count: int = 256, width: int = 2048, hidden
 KERNELS = (
     Kernel("paged_attention decode bf16 128", lambda: attention(64, 1, 128)),
     Kernel("paged_attention decode bf16 64", lambda: attention(64, 1, 64)),
-    Kernel("paged_attention decode bf16 256", lambda: attention(64, 1, 256), may_spill=True),
+    Kernel("paged_attention decode bf16 256", lambda: attention(64, 1, 256)),
     Kernel("paged_attention decode bf16 128, pages of 128", lambda: attention(64, 1, 128, page=128)),
     Kernel("paged_attention verify bf16 128", lambda: attention(64, 8, 128, window=1024, softcap=30.0)),
     Kernel("paged_attention prefill bf16 128", lambda: attention(64, 32, 128)),

@@ -9,6 +9,7 @@ multiplies: byte j of word c is channel ``4c + j`` of a token, and lies at ``j *
 Queries are brought into this order before, outputs out of it afterwards, and between them it does not matter.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,9 @@ def paged_attention(
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, tiles * ROWS - real), (0, 0)))
     first_scores = scale * math.log2(math.e) if softcap is None else scale
 
-    stages = max(2, min(tiling.stages, (ROOM - ROWS * (6 * dim + 2 * span)) // (4 * span * dim)))
+    mixers = 2 if dim > 192 else 1  # warpgroups that multiply: one keeps so many channels of 64 rows in registers
+    mixed_dim = dim // mixers
+    stages = max(2, min(tiling.stages, (ROOM - ROWS * (6 * dim + 2 * mixers * span)) // (4 * span * dim)))
     held = TURNED if fp8 else stages
     layout = plgpu.Layout.WGMMA
 
@@ -139,7 +142,7 @@ def paged_attention(
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready.at[to])
 
-        @pl.when(lax.axis_index("warpgroup") == 1)
+        @pl.when(lax.axis_index("warpgroup") == mixers)
         def fetch():
             plgpu.set_max_registers(152 if fp8 else 40, action="decrease")
             if fp8:
@@ -169,10 +172,12 @@ def paged_attention(
             lax.fori_loop(0, steps, step, None)
             lax.fori_loop(jnp.maximum(steps - held, 0), steps, drain, None)
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
-        def compute():
+        def compute(mine):
+            """All scores, and channels ``mine`` of what they mix."""
+            channels = pl.ds(mine * mixed_dim, mixed_dim)
             plgpu.set_max_registers(232, action="increase")
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * ROWS, ROWS)], q_smem, q_ready)
+            if mine == 0:
+                plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * ROWS, ROWS)], q_smem, q_ready)
             plgpu.barrier_wait(q_ready)
 
             def across(values):
@@ -200,32 +205,38 @@ def paged_attention(
                 new_peak = jnp.maximum(peak, scores.max(axis=1))
                 weights = jnp.exp2(scores - across(new_peak))
                 decay = jnp.exp2(peak - new_peak)
-                p_smem[...] = weights.astype(dtype)
+                p_smem[mine] = weights.astype(dtype)
                 plgpu.commit_smem()
 
                 def mixed(acc):
-                    plgpu.wgmma(acc, p_smem, kv_smem.at[slot, 1])
+                    plgpu.wgmma(acc, p_smem.at[mine], kv_smem.at[slot, 1, :, channels])
                     return acc[...]
 
-                brought = pl.run_scoped(mixed, plgpu.ACC((ROWS, dim), jnp.float32))
+                brought = pl.run_scoped(mixed, plgpu.ACC((ROWS, mixed_dim), jnp.float32))
                 plgpu.barrier_arrive(consumed.at[slot])
-                out = out * lax.broadcast_in_dim(decay, (ROWS, dim), [0]) + brought
+                out = out * lax.broadcast_in_dim(decay, (ROWS, mixed_dim), [0]) + brought
                 return out, new_peak, total * decay + weights.sum(axis=1)
 
             begin = (
-                plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), layout),
+                plgpu.layout_cast(jnp.zeros((ROWS, mixed_dim), jnp.float32), layout),
                 plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), layout.reduce(1)),
                 plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)),
             )
             out, peak, total = lax.fori_loop(0, steps, step, begin)
-            out_smem[...] = out
-            stats_smem[0] = peak
-            stats_smem[1] = total
+            out_smem[mine] = out
+            if mine == 0:
+                stats_smem[0] = peak
+                stats_smem[1] = total
             plgpu.commit_smem()
             where = pl.ds(tile * ROWS, kept)
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], out_ref.at[row, head, split, where])
-            plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
+            target = out_ref.at[row, head, split, where, channels]
+            plgpu.copy_smem_to_gmem(out_smem.at[mine, pl.ds(0, kept)], target)
+            if mine == 0:
+                plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[row, head, split, tile])
             plgpu.wait_smem_to_gmem(0)
+
+        for mine in range(mixers):
+            pl.when(lax.axis_index("warpgroup") == mine)(functools.partial(compute, mine))
 
     widest = min(128, plgpu.find_swizzle(16 * dim), plgpu.find_swizzle(16 * span))  # one for all that wgmma reads
     if fp8:
@@ -247,17 +258,17 @@ def paged_attention(
         scratch_types=[
             tiled(ROWS, dim, dtype=dtype, widest=widest),
             tiled(held, 2, span, dim, dtype=dtype, widest=widest),
-            tiled(ROWS, span, dtype=dtype, widest=widest),
-            plgpu.SMEM((ROWS, dim), jnp.float32),
+            tiled(mixers, ROWS, span, dtype=dtype, widest=widest),
+            plgpu.SMEM((mixers, ROWS, mixed_dim), jnp.float32),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=1 if fp8 else 2 * at_once, num_barriers=held),
-            plgpu.Barrier(num_barriers=held),
+            plgpu.Barrier(num_arrivals=mixers, num_barriers=held),
             *raw,
         ],
         grid=(rows, kv_heads, tiles, splits),
         grid_names=("row", "head", "tile", "split"),
-        num_threads=2,
+        num_threads=mixers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=kernels.interpret,
