@@ -120,7 +120,7 @@ CASES: dict[int, tuple[str, ...]] = {
         "executables::test_the_second_build_loads",
         "executables::test_a_changed_environment_never_finds_the_old_one",
         "executables::test_a_damaged_entry_is_discarded_with_a_reason_and_rebuilt",
-        "executables::test_an_engine_compiles_once_and_never_takes_another_models_programs",
+        "executables::test_an_engine_compiles_once_and_takes_of_another_model_what_serves_any",
     ),
     76: (f"{HERE}::test_refusals",),
 }

@@ -53,9 +53,9 @@ def _delete(address: int) -> None:
 
 
 _delete_address = ctypes.cast(_delete, ctypes.c_void_p)
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_new_capsule = _prototype(("PyCapsule_New", ctypes.pythonapi))
+"""Our own: ``jax.ffi.pycapsule`` changes the types of the one that all share."""
 
 
 class External:
