@@ -122,9 +122,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf))
         for mode, buffer in (("off", None), ("auto", None), ("always", 2048), ("always", 4096)):
+            if mode not in args.modes:
+                continue
             options: dict[str, Any] = {"sparse_host": mode, "hot_buffer_tokens": buffer, "load_progress": False}
             options |= {"load_format": "random", "dtype": "bfloat16", "kv_cache_dtype": "fp8_ds_mla"}
             options |= {"max_model_len": args.context + 256, "max_num_seqs": args.sequences}
+            if mode == "auto":  # frames for one sequence, and for a part of another
+                options |= {"kv_cache_memory_bytes": int(2.2 * args.context * args.layers * 656)}
             with jaxserve.LLM(folder, **options) as llm:
                 found.append({"mode": mode, "buffer": buffer} | _generate(llm, args))
     return found
@@ -219,6 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row-share", type=float, default=0.7, help="of a bus's rate that single rows reach (model)")
     parser.add_argument("--steps", type=int, default=192, help="of a replay (copies)")
     parser.add_argument("--context", type=int, default=16640, help="tokens of the longest prompt that is run")
+    parser.add_argument("--modes", nargs="+", default=["off", "auto", "always"], help="that are run")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--layers", type=int, default=2)

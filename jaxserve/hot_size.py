@@ -74,7 +74,7 @@ def hot_shape(
     sequence = -(-longest // size)
     backed = region + sequence * size * each.keys + TAIL * size * each.latents
     at_once = (budget - sequence * size * each.latents) // backed
-    wished = min(max_num_seqs, max(at_once, budget // 4 // region))
+    wished = min(max_num_seqs, max(1, at_once, budget // 4 // region))
     most = min(pool // (size * each.latents), max_num_seqs * sequence + 1)
     row, chunk, always = each.latents // len(cache.planes), min(block, rows // top_k), config.sparse_host == "always"
     for regions in range(wished, 0, -1):

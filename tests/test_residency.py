@@ -1,11 +1,18 @@
 """Where latents are the host's: who has frames and regions, over the simulated device."""
 
+import json
 import random
+import re
 
 import pytest
 from simulation import Wish, World
+from tiny import FIXTURES
 
-from jaxserve.residency import HotShape
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.declare import declare_cache
+from jaxserve.hot_size import hot_shape
+from jaxserve.models import model_config
+from jaxserve.residency import TAIL, HotShape
 
 SIZE = 4
 
@@ -72,3 +79,22 @@ def test_a_known_text_comes_to_frames_from_the_host() -> None:
     world = World(100, SIZE, 1, 8, 1, hot=HotShape(20, 1, 16, 4))
     world.run([Wish(64, 1, topic=1), Wish(64, 1, topic=2, turn=20), Wish(64, 1, topic=1, turn=40)])
     assert world.prompt_tokens == 64 + 64 + 1
+
+
+def test_the_bytes_that_are_said_to_do_would_do() -> None:
+    """Just so many are enough, and one page of keys less is not; more never make it impossible."""
+    config = EngineConfig(model="x", sparse_host="auto", page_size=SIZE, hot_buffer_tokens=8)
+    model = model_config(json.loads((FIXTURES / "glm_moe_dsa" / "config.json").read_text()))
+    cache = declare_cache(model, config, "float32")
+
+    def shape(budget: int) -> HotShape:
+        sizes = {"budget": budget, "pool": 1 << 20, "longest": 96, "max_num_seqs": 3}
+        return hot_shape(config, model, cache, **sizes, block=32)[0]
+
+    with pytest.raises(ConfigError, match="100 bytes of KV cache are too few") as refused:
+        shape(100)
+    least = int(re.search(r"(\d+) would do", str(refused.value)).group(1))
+    with pytest.raises(ConfigError):
+        shape(least - 1)
+    for budget in range(least, 5 * least, 997):
+        assert shape(budget).frames > TAIL
