@@ -200,11 +200,14 @@ class Residency:
         return self._blank.pop()
 
     def _release_until(self, seq: Sequence, end: int) -> None:
-        """``seq`` needs its pages before number ``end`` no more; from the last to the first, which is kept longest."""
+        """``seq`` needs its pages before number ``end`` no more; from the last to the first, which is kept longest. In
+        the mode ``always`` none is kept."""
         for page in reversed(seq.pages[0][seq.host_from : end]):
             self._needed[page] -= 1
             if not self._needed[page]:
                 self._idle[page] = None
+                if self.shape.always:
+                    self.drop(page)
         seq.host_from = end
 
     def _give_region(self, seq: Sequence) -> None:
