@@ -43,10 +43,7 @@ def write(
 ) -> tuple[HotPlane, jax.Array]:
     """The ``plane`` and the host's ``pages`` with new latents in them: ``latent [T, R]`` and ``rope [T, r]`` at
     ``slots`` and ``frames`` int32 ``[T]``; less than 0 is nowhere."""
-    if pages.dtype == jnp.uint8:
-        rows = records.pack_latent(records.quantize_latent(latent, rope))
-    else:
-        rows = jnp.concatenate([latent, rope], axis=-1).astype(pages.dtype)
+    rows = records.latent_rows(latent, rope, pages.dtype)
     near, pages = host_rows.write(plane.latents, rows, frames), host_rows.write(pages, rows, slots)
     sums = plane.sums
     if sums is not None:

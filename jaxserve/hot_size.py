@@ -25,6 +25,11 @@ class Bytes:
     regions: int
     """In a region beside its latents: what the resolver remembers of it."""
 
+    @property
+    def row(self) -> int:
+        """In a region, altogether."""
+        return self.latents + self.regions
+
     @classmethod
     def of(cls, cache: CacheSpec) -> "Bytes":
         latents = sum(pages.token_bytes for pages in cache.arrays if isinstance(pages, LatentPages))
@@ -70,7 +75,7 @@ def hot_shape(
     if wanted < top_k:
         raise ConfigError(f"hot_buffer_tokens must be at least {top_k}, what the indexer chooses, got {wanted}")
     rows = -(-wanted // size) * size
-    region = rows * (each.latents + each.regions)
+    region = rows * each.row
     sequence = -(-longest // size)
     backed = region + sequence * size * each.keys + TAIL * size * each.latents
     at_once = (budget - sequence * size * each.latents) // backed
@@ -101,7 +106,7 @@ def device_bytes(shape: HotShape, cache: CacheSpec, size: int, pages: int) -> in
     """What each device holds beside the keys: frames and regions, and checksums where they are compared."""
     each = Bytes.of(cache)
     sums = 4 * pages * size * shape.planes if shape.checked else 0
-    return shape.frames * size * each.latents + shape.regions * shape.rows * (each.latents + each.regions) + sums
+    return shape.frames * size * each.latents + shape.regions * shape.rows * each.row + sums
 
 
 def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: int) -> dict[str, object]:
@@ -109,7 +114,7 @@ def describe(shape: HotShape, cache: CacheSpec, size: int, pages: int, longest: 
     all, the dump among them."""
     each, usable = Bytes.of(cache), (pages - 1) * size
     held = pages * size * each.keys + device_bytes(shape, cache, size, pages)
-    region = shape.rows * (each.latents + each.regions)
+    region = shape.rows * each.row
     without = held // (size * (each.keys + each.latents)) * size
     return {
         "mode": "always" if shape.always else "auto",

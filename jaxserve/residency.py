@@ -113,9 +113,8 @@ class Residency:
         known, begun = set(hit.held), pages[: -(-hit.tokens // self.page_size)]
         seq.host_from = 0
         if host_backed:
-            seq.region, seq.region_is_new = self._regions.pop(), True
+            self._take_region(seq)
             seq.host_from = max(0, len(pages) - TAIL)
-            self.moved_out += 1
         for page in begun:
             if page not in known:
                 self.drop(page)
@@ -131,8 +130,7 @@ class Residency:
     def move_out(self, seq: Sequence) -> None:
         """A resident sequence becomes host-backed: its frames are there for others."""
         (pages,) = seq.pages
-        seq.region, seq.region_is_new = self._regions.pop(), True
-        self.moved_out += 1
+        self._take_region(seq)
         self._release_until(seq, max(0, len(pages) - TAIL))
 
     def move_in(self, seq: Sequence) -> bool:
@@ -209,6 +207,10 @@ class Residency:
                 if self.shape.always:
                     self.drop(page)
         seq.host_from = end
+
+    def _take_region(self, seq: Sequence) -> None:
+        seq.region, seq.region_is_new = self._regions.pop(), True
+        self.moved_out += 1
 
     def _give_region(self, seq: Sequence) -> None:
         self._regions.append(seq.region)

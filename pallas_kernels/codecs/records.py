@@ -77,6 +77,13 @@ def pack_latent(record: Latent) -> jax.Array:
     return jnp.concatenate([_bytes(part) for part in record], axis=-1)
 
 
+def latent_rows(latent: jax.Array, rope: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What pages of ``dtype`` hold of tokens: records where it is uint8, otherwise the numbers, ``[..., R + r]``."""
+    if dtype == jnp.uint8:
+        return pack_latent(quantize_latent(latent, rope))
+    return jnp.concatenate([latent, rope], axis=-1).astype(dtype)
+
+
 def unpack_latent(raw: jax.Array, channels: int) -> Latent:
     """The inverse of ``pack_latent``; ``channels`` is R."""
     middle = channels + 4 * _groups(channels)

@@ -36,9 +36,7 @@ def write_latent(
     pages: jax.Array, latent: jax.Array, rope: jax.Array, slots: jax.Array, *, kernels: Kernels = REFERENCE
 ) -> jax.Array:
     """``latent [T, R]`` and ``rope [T, r]`` into float pages ``[P, G, R + r]``, or uint8 ``[P, G, latent_bytes]``."""
-    if pages.dtype == jnp.uint8:
-        return _put(pages, slots, kernels, records.pack_latent(records.quantize_latent(latent, rope)))
-    return _put(pages, slots, kernels, jnp.concatenate([latent, rope], axis=-1).astype(pages.dtype))
+    return _put(pages, slots, kernels, records.latent_rows(latent, rope, pages.dtype))
 
 
 def write_keys(pages: jax.Array, keys: jax.Array, slots: jax.Array, *, kernels: Kernels = REFERENCE) -> jax.Array:
